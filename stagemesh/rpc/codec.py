@@ -1,0 +1,311 @@
+"""Tensors to and from the wire, bit for bit. The only place where torch meets tensor messages.
+
+A tensor becomes a header and its raw bytes in chunks; nothing is interpreted, so NaN payloads and
+negative zeros survive. What arrives is checked before memory is taken: a header that lies, a chunk
+out of order or a length that does not fit is a ProtocolError, a tensor over the bound is a
+CapacityExceeded, and neither costs more memory than the message itself.
+"""
+
+import asyncio
+import math
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from stagemesh.errors import CapacityExceeded, ConfigError, ProtocolError
+from stagemesh.rpc.v1 import tensor_pb2
+
+DEFAULT_CHUNK_BYTES = 2**20
+"""Bytes of one chunk: large enough for speed, small enough that the loop stays free between two."""
+
+DEFAULT_MAX_TENSOR_BYTES = 4 * 2**30
+"""Bound of one received tensor."""
+
+MAX_RANK = 64
+"""Most dims of a tensor; torch itself stops at 64."""
+
+_INT64_MAX = 2**63 - 1
+
+# Below it packing takes less time than handing it to a thread.
+_OFF_LOOP_BYTES = 4 * 2**20
+
+DTYPES: Mapping["tensor_pb2.DType.ValueType", torch.dtype] = MappingProxyType(
+    {
+        tensor_pb2.DTYPE_FLOAT32: torch.float32,
+        tensor_pb2.DTYPE_FLOAT64: torch.float64,
+        tensor_pb2.DTYPE_FLOAT16: torch.float16,
+        tensor_pb2.DTYPE_BFLOAT16: torch.bfloat16,
+        tensor_pb2.DTYPE_FLOAT8_E4M3FN: torch.float8_e4m3fn,
+        tensor_pb2.DTYPE_FLOAT8_E4M3FNUZ: torch.float8_e4m3fnuz,
+        tensor_pb2.DTYPE_FLOAT8_E5M2: torch.float8_e5m2,
+        tensor_pb2.DTYPE_FLOAT8_E5M2FNUZ: torch.float8_e5m2fnuz,
+        tensor_pb2.DTYPE_FLOAT8_E8M0FNU: torch.float8_e8m0fnu,
+        tensor_pb2.DTYPE_FLOAT4_E2M1FN_X2: torch.float4_e2m1fn_x2,
+        tensor_pb2.DTYPE_UINT8: torch.uint8,
+        tensor_pb2.DTYPE_UINT16: torch.uint16,
+        tensor_pb2.DTYPE_UINT32: torch.uint32,
+        tensor_pb2.DTYPE_UINT64: torch.uint64,
+        tensor_pb2.DTYPE_INT8: torch.int8,
+        tensor_pb2.DTYPE_INT16: torch.int16,
+        tensor_pb2.DTYPE_INT32: torch.int32,
+        tensor_pb2.DTYPE_INT64: torch.int64,
+        tensor_pb2.DTYPE_BOOL: torch.bool,
+        tensor_pb2.DTYPE_COMPLEX32: torch.complex32,
+        tensor_pb2.DTYPE_COMPLEX64: torch.complex64,
+        tensor_pb2.DTYPE_COMPLEX128: torch.complex128,
+    }
+)
+"""Each wire dtype but UNSPECIFIED."""
+
+_WIRE_DTYPES: Mapping[torch.dtype, "tensor_pb2.DType.ValueType"] = MappingProxyType(
+    {dtype: number for number, dtype in DTYPES.items()}
+)
+
+
+def _check_platform() -> None:
+    if sys.byteorder != "little":
+        raise ImportError("stagemesh sends tensors as little-endian bytes; this machine is not")
+    missing = set(tensor_pb2.DType.values()) - {tensor_pb2.DTYPE_UNSPECIFIED} - set(DTYPES)
+    if missing:
+        names = ", ".join(tensor_pb2.DType.Name(number) for number in sorted(missing))
+        raise ImportError(f"wire dtypes without a torch dtype: {names}")
+
+
+_check_platform()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as users write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def header_of(tensor: torch.Tensor) -> tensor_pb2.TensorHeader:
+    """The header of a tensor.
+
+    Raises:
+        ConfigError: the tensor cannot travel: a quantised or sub-byte dtype, sparse, or meta.
+    """
+    if tensor.dtype not in _WIRE_DTYPES:
+        allowed = ", ".join(dtype_name(dtype) for dtype in DTYPES.values())
+        raise ConfigError(f"dtype {dtype_name(tensor.dtype)} cannot be sent; use one of {allowed}")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise ConfigError(f"a {kind} tensor cannot be sent; make it dense first")
+    return tensor_pb2.TensorHeader(
+        dtype=_WIRE_DTYPES[tensor.dtype],
+        shape=tensor.shape,
+        num_bytes=tensor.numel() * tensor.element_size(),
+    )
+
+
+def check_header(
+    header: tensor_pb2.TensorHeader, *, max_bytes: int
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a header from the wire, all of it checked.
+
+    Raises:
+        ProtocolError: unknown dtype, a rank or dim out of range, or a length that does not fit.
+        CapacityExceeded: the tensor is larger than `max_bytes`.
+    """
+    dtype = DTYPES.get(header.dtype)
+    if dtype is None:
+        raise ProtocolError(
+            f"tensor has unknown dtype {header.dtype}; known are 1 to {max(DTYPES)} "
+            "(enum DType of tensor.proto)"
+        )
+    shape = tuple(header.shape)
+    if len(shape) > MAX_RANK:
+        raise ProtocolError(f"tensor has {len(shape)} dims; at most {MAX_RANK} are allowed")
+    if any(dim < 0 for dim in shape):
+        raise ProtocolError(f"tensor shape {list(shape)} has a negative dim")
+    # Python integers do not wrap. The product without zeros counts too: torch derives strides.
+    if math.prod(dim for dim in shape if dim) * dtype.itemsize > _INT64_MAX:
+        raise ProtocolError(f"tensor shape {list(shape)} is too large to address")
+    expected = math.prod(shape) * dtype.itemsize
+    if header.num_bytes != expected:
+        raise ProtocolError(
+            f"tensor of {dtype_name(dtype)} {list(shape)}: expected {expected} bytes, "
+            f"the header says {header.num_bytes}"
+        )
+    if expected > max_bytes:
+        raise CapacityExceeded(
+            f"tensor of {dtype_name(dtype)} {list(shape)} has {expected} bytes; "
+            f"the limit is {max_bytes}"
+        )
+    return dtype, shape
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The C-contiguous bytes of a tensor; a view of its memory where that is possible."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if dense.element_size() == 1:
+        # Raw before the copy to contiguous: not each 1-byte dtype has all kernels.
+        dense = dense.view(torch.uint8)
+    elif dense.is_complex():
+        # Same bytes; torch warns whenever it allocates complex32.
+        dense = torch.view_as_real(dense)
+    return _memory(dense.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _memory(raw: torch.Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor."""
+    return raw.numpy().data
+
+
+def _parts(
+    header: tensor_pb2.TensorHeader, raw: memoryview, chunk_bytes: int
+) -> Iterator[tensor_pb2.TensorPart]:
+    yield tensor_pb2.TensorPart(header=header, data=bytes(raw[:chunk_bytes]))
+    for offset in range(chunk_bytes, len(raw), chunk_bytes):
+        yield tensor_pb2.TensorPart(offset=offset, data=bytes(raw[offset : offset + chunk_bytes]))
+
+
+def _check_chunk(chunk_bytes: int) -> None:
+    if chunk_bytes < 1:
+        raise ConfigError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
+
+
+def encode_parts(
+    tensor: torch.Tensor, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> Iterator[tensor_pb2.TensorPart]:
+    """The messages of a tensor: the first has header and first chunk, a small tensor is one.
+
+    The tensor must not be written to until the iterator is used up.
+
+    Raises:
+        ConfigError: the tensor cannot travel (see `header_of`).
+    """
+    _check_chunk(chunk_bytes)
+    return _parts(header_of(tensor), _bytes_of(tensor), chunk_bytes)
+
+
+async def stream_parts(
+    tensor: torch.Tensor, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> AsyncIterator[tensor_pb2.TensorPart]:
+    """As `encode_parts`, for an event loop that must stay responsive.
+
+    A large tensor that needs a copy (strided, or on a device) is packed on a thread, and the loop
+    runs between two chunks.
+    """
+    _check_chunk(chunk_bytes)
+    header = header_of(tensor)
+    if header.num_bytes <= chunk_bytes:
+        yield tensor_pb2.TensorPart(header=header, data=bytes(_bytes_of(tensor)))
+        return
+    needs_copy = not tensor.is_contiguous() or not tensor.is_cpu
+    if needs_copy and header.num_bytes > _OFF_LOOP_BYTES:
+        raw = await asyncio.get_running_loop().run_in_executor(None, _bytes_of, tensor)
+    else:
+        raw = _bytes_of(tensor)
+    for part in _parts(header, raw, chunk_bytes):
+        yield part
+        await asyncio.sleep(0)
+
+
+def encode_tensor(tensor: torch.Tensor) -> tensor_pb2.TensorPart:
+    """A tensor as one message; meant for small ones."""
+    return next(encode_parts(tensor, chunk_bytes=max(1, tensor.numel() * tensor.element_size())))
+
+
+def decode_tensor(
+    part: tensor_pb2.TensorPart, *, max_bytes: int = DEFAULT_MAX_TENSOR_BYTES
+) -> torch.Tensor:
+    """The tensor of a single message.
+
+    Raises:
+        ProtocolError: the message is wrong, or not the whole tensor.
+        CapacityExceeded: the tensor is larger than `max_bytes`.
+    """
+    assembler = TensorAssembler(max_bytes=max_bytes)
+    tensor = assembler.add(part)
+    assembler.finish()
+    assert tensor is not None
+    return tensor
+
+
+def _too_much(*, expected: int, actual: int) -> ProtocolError:
+    return ProtocolError(f"tensor has too much data: expected {expected} bytes, got {actual}")
+
+
+class TensorAssembler:
+    """Puts the chunks of one tensor after another together.
+
+    After an error it is empty again, but the stream that the chunks came from is out of step.
+    """
+
+    def __init__(self, *, max_bytes: int = DEFAULT_MAX_TENSOR_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._reset()
+
+    def _reset(self) -> None:
+        self._raw: torch.Tensor | None = None
+        self._dtype: torch.dtype = torch.uint8
+        self._shape: tuple[int, ...] = ()
+        self._received = 0
+
+    def add(self, part: tensor_pb2.TensorPart) -> torch.Tensor | None:
+        """Take one message; the tensor when it was the last of one, else None.
+
+        Raises:
+            ProtocolError: the message does not follow the contract.
+            CapacityExceeded: the tensor is larger than the bound; nothing was allocated.
+        """
+        try:
+            return self._add(part)
+        except (ProtocolError, CapacityExceeded):
+            self._reset()
+            raise
+
+    def finish(self) -> None:
+        """Say that no message follows.
+
+        Raises:
+            ProtocolError: a tensor is incomplete.
+        """
+        if self._raw is None:
+            return
+        expected, received = self._raw.numel(), self._received
+        self._reset()
+        raise ProtocolError(f"tensor ended early: expected {expected} bytes, got {received}")
+
+    def _add(self, part: tensor_pb2.TensorPart) -> torch.Tensor | None:
+        data = part.data
+        if self._raw is None:
+            raw = self._begin(part)
+        elif part.HasField("header"):
+            raise ProtocolError(
+                f"a header came after {self._received} of {self._raw.numel()} bytes of a tensor"
+            )
+        else:
+            raw = self._raw
+        if part.offset != self._received:
+            raise ProtocolError(f"chunk at offset {part.offset}, expected {self._received}")
+        end = self._received + len(data)
+        if end > raw.numel():
+            raise _too_much(expected=raw.numel(), actual=end)
+        if not data and end < raw.numel():
+            raise ProtocolError(
+                f"empty chunk at offset {end}: expected {raw.numel()} bytes, got {end}"
+            )
+        if self._dtype == torch.bool and data and np.frombuffer(data, dtype=np.uint8).max() > 1:
+            raise ProtocolError("a bool tensor has bytes other than 0 and 1")
+        _memory(raw)[self._received : end] = data
+        self._received = end
+        if end < raw.numel():
+            return None
+        tensor = raw.view(self._dtype).reshape(self._shape)
+        self._reset()
+        return tensor
+
+    def _begin(self, part: tensor_pb2.TensorPart) -> torch.Tensor:
+        if not part.HasField("header"):
+            raise ProtocolError("a tensor begins without a header")
+        self._dtype, self._shape = check_header(part.header, max_bytes=self._max_bytes)
+        if part.header.num_bytes < len(part.data):
+            raise _too_much(expected=part.header.num_bytes, actual=len(part.data))
+        # Memory of a large tensor is taken by the system as chunks are written, not here.
+        self._raw = torch.empty(part.header.num_bytes, dtype=torch.uint8)
+        return self._raw
