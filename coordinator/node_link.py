@@ -1,0 +1,277 @@
+"""One node as the coordinator calls it: load, link, unload, steps, results.
+
+The only module of the coordinator, besides its gRPC service, that names wire messages of nodes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from coordinator.membership import NodeInfo
+from stagemesh.errors import PeerLost, ProtocolError, StagemeshError
+from stagemesh.layout import StageAssignment
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.convert import our_version, step_header_to_proto, step_result_from_proto
+from stagemesh.rpc.status import from_rpc_error
+from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
+from stagemesh.steps import Step, StepResult
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_TIMEOUT_SECONDS = 10.0
+_SEND_TIMEOUT_SECONDS = 10.0
+
+StepCall = grpc.aio.StreamStreamCall[node_pb2.StepFrame, node_pb2.StepAck]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """What a node shall load."""
+
+    deployment_id: str
+    incarnation: int
+    model_name: str
+    model_path: str
+    model_reference: str
+    fingerprint: str
+    num_stages: int
+    dtype: str
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """How far a node is."""
+
+    loaded_bytes: int
+    total_bytes: int
+    is_ready: bool = False
+    load_seconds: float = 0.0
+    weight_bytes: int = 0
+
+
+class NodeLink:
+    """Calls to one node. Channels connect on first use.
+
+    Args:
+        node: who it is.
+        token: the cluster's token.
+    """
+
+    def __init__(self, node: NodeInfo, *, token: str | None) -> None:
+        self.node = node
+        self._control = open_channel(node.address, token=token, kind="control")
+        # Steps and results of one deployment share this channel: both are small at this end.
+        self._data = open_channel(node.address, token=token, kind="data")
+        self._control_stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(
+            self._control
+        )
+        self._data_stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(
+            self._data
+        )
+
+    def __str__(self) -> str:
+        return f"node {self.node.node_id} ({self.node.address})"
+
+    async def load_stage(
+        self, order: LoadOrder, assignment: StageAssignment, *, stall_seconds: float
+    ) -> AsyncGenerator[LoadProgress, None]:
+        """Load a stage; yields progress, the last with `is_ready`.
+
+        There is no limit on the whole load, whose size is not known here, but on standing still.
+
+        Raises:
+            PeerLost: the node is gone, or loaded no byte for `stall_seconds`.
+            ModelError: the node cannot load the files.
+        """
+        call = self._control_stub.LoadStage(_load_request(order, assignment))
+        where = f"load stage {assignment.stage} on {self}"
+        loaded, moved_at = -1, time.monotonic()
+        try:
+            while True:
+                left = stall_seconds - (time.monotonic() - moved_at)
+                async with asyncio.timeout(max(left, 0.0)):
+                    message = await call.read()
+                if message == grpc.aio.EOF:
+                    raise ProtocolError(f"{where}: the node ended the load without a result")
+                if message.loaded_bytes != loaded:
+                    loaded, moved_at = message.loaded_bytes, time.monotonic()
+                yield LoadProgress(
+                    loaded_bytes=message.loaded_bytes,
+                    total_bytes=message.total_bytes,
+                    is_ready=message.HasField("ready"),
+                    load_seconds=message.ready.load_seconds,
+                    weight_bytes=message.ready.weight_bytes,
+                )
+                if message.HasField("ready"):
+                    return
+        except TimeoutError as error:
+            raise PeerLost(
+                f"{where}: no byte for {stall_seconds:.0f} s, at {max(loaded, 0)} bytes",
+                node_id=self.node.node_id,
+            ) from error
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, where) from error
+        finally:
+            call.cancel()
+
+    async def link_stage(
+        self, deployment_id: str, next_node: NodeInfo, *, timeout_seconds: float
+    ) -> float:
+        """Let the node open its stream to the next stage; return the seconds it took.
+
+        Raises:
+            PeerLost: one of the two is gone or does not answer in time.
+        """
+        request = node_pb2.LinkStageRequest(
+            deployment_id=deployment_id,
+            next_node_id=next_node.node_id,
+            next_address=next_node.address,
+            timeout_seconds=timeout_seconds,
+        )
+        where = f"link {self} to node {next_node.node_id} ({next_node.address})"
+        try:
+            # The node's own limit is the shorter one, since its error says more.
+            reply = await self._control_stub.LinkStage(request, timeout=timeout_seconds + 2.0)
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, where) from error
+        return reply.connect_seconds
+
+    async def unload_stage(self, deployment_id: str) -> None:
+        """Free a stage.
+
+        Raises:
+            StagemeshError: the node did not answer.
+        """
+        request = node_pb2.UnloadStageRequest(deployment_id=deployment_id)
+        try:
+            await self._control_stub.UnloadStage(request, timeout=_CONTROL_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, f"unload {deployment_id} on {self}") from error
+
+    async def open_steps(self, order: LoadOrder) -> "StepStream":
+        """Open the stream of steps to the first stage.
+
+        Raises:
+            StagemeshError: the node does not accept it in time.
+        """
+        call = self._data_stub.RunSteps()
+        hello = node_pb2.StepHello(
+            version=our_version(),
+            deployment_id=order.deployment_id,
+            incarnation=order.incarnation,
+            stage=0,
+        )
+        where = f"open steps to {self}"
+        try:
+            async with asyncio.timeout(_CONTROL_TIMEOUT_SECONDS):
+                await call.write(node_pb2.StepFrame(hello=hello))
+                ack = await call.read()
+        except TimeoutError as error:
+            call.cancel()
+            raise self._silent(where, _CONTROL_TIMEOUT_SECONDS) from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._ended(call, error, where) from error
+        if ack == grpc.aio.EOF:
+            raise await self._ended(call, None, where)
+        return StepStream(self, call)
+
+    async def watch_results(self, order: LoadOrder) -> AsyncGenerator[StepResult | None, None]:
+        """Yield None once the node accepts the watcher, then results and failures of its stage.
+
+        Raises:
+            StagemeshError: the stream ended for any reason but its closing here.
+        """
+        request = node_pb2.WatchResultsRequest(
+            deployment_id=order.deployment_id, incarnation=order.incarnation
+        )
+        call = self._data_stub.WatchResults(request)
+        where = f"results of {self}"
+        try:
+            async with asyncio.timeout(_CONTROL_TIMEOUT_SECONDS):
+                first = await call.read()
+            if first == grpc.aio.EOF or not first.accepted:
+                raise ProtocolError(f"{where}: the node did not accept the watcher")
+            yield None
+            # No deadline here: results come when steps go in, whose own deadline watches over them.
+            while (message := await call.read()) != grpc.aio.EOF:
+                yield step_result_from_proto(message)
+            raise PeerLost(f"{where}: the node ended the stream", node_id=self.node.node_id)
+        except TimeoutError as error:
+            raise self._silent(where, _CONTROL_TIMEOUT_SECONDS) from error
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, where) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close both channels."""
+        await self._control.close()
+        await self._data.close()
+
+    def _mapped(self, error: grpc.aio.AioRpcError, where: str) -> StagemeshError:
+        return from_rpc_error(error, operation=where, peer=str(self))
+
+    def _silent(self, where: str, seconds: float) -> PeerLost:
+        return PeerLost(f"{where}: no answer within {seconds:.0f} s", node_id=self.node.node_id)
+
+    async def _ended(self, call: StepCall, error: Exception | None, where: str) -> StagemeshError:
+        """Why a stream ended, as ours."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            return self._mapped(error, where)
+        code, details = await call.code(), await call.details()
+        return PeerLost(f"{where}: {code.name} {details}", node_id=self.node.node_id)
+
+
+class StepStream:
+    """The open stream of steps to the first stage."""
+
+    def __init__(self, link: NodeLink, call: StepCall) -> None:
+        self._link = link
+        self._call = call
+
+    async def send(self, step: Step) -> None:
+        """Send a step.
+
+        Raises:
+            PeerLost: the stream is broken, or takes nothing for 10 s.
+        """
+        where = f"send step {step.step_id} to {self._link}"
+        try:
+            async with asyncio.timeout(_SEND_TIMEOUT_SECONDS):
+                await self._call.write(node_pb2.StepFrame(header=step_header_to_proto(step)))
+        except TimeoutError as error:
+            self._call.cancel()
+            raise self._link._silent(where, _SEND_TIMEOUT_SECONDS) from error
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._link._ended(self._call, error, where) from error
+
+    def close(self) -> None:
+        """End the stream."""
+        self._call.cancel()
+
+
+def _load_request(order: LoadOrder, assignment: StageAssignment) -> node_pb2.LoadStageRequest:
+    return node_pb2.LoadStageRequest(
+        version=our_version(),
+        deployment_id=order.deployment_id,
+        incarnation=order.incarnation,
+        model=node_pb2.ModelSource(
+            name=order.model_name,
+            path=order.model_path,
+            reference=order.model_reference,
+            fingerprint=order.fingerprint,
+        ),
+        stage=assignment.stage,
+        num_stages=order.num_stages,
+        start_layer=assignment.start_layer,
+        end_layer=assignment.end_layer,
+        dtype=order.dtype,
+        kv_cache_bytes=assignment.kv_cache_bytes,
+        max_context_tokens=order.max_context_tokens,
+    )

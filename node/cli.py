@@ -1,0 +1,93 @@
+"""Command line of the node daemon. Imports torch only when the daemon starts, so --help is quick."""
+
+import importlib
+import os
+import platform
+from pathlib import Path
+
+import click
+
+from node.config import NodeConfig
+from stagemesh.cli_support import (
+    Bytes,
+    guarded,
+    log_options,
+    read_token,
+    run_until_signalled,
+    token_options,
+)
+from stagemesh.version import SOFTWARE_VERSION
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--coordinator", metavar="HOST:PORT", help="The coordinator's gRPC address.")
+@click.option("--bind", metavar="HOST:PORT", default="127.0.0.1:0", help="Where to listen.")
+@click.option("--advertise", metavar="HOST:PORT", help="Where peers reach this node.")
+@click.option("--node-id", default=platform.node() or "node", help="Name in the cluster.")
+@click.option("--device", default="auto", help="auto, cpu, cuda:N or mps.")
+@click.option("--threads", "num_threads", type=int, help="CPU threads; all cores by default.")
+@click.option("--memory", "memory_bytes", type=Bytes(), help="Memory to offer, e.g. 8GiB.")
+@click.option("--insecure", is_flag=True, help="Listen publicly without a token.")
+@click.option("--mqtt", "mqtt_url", metavar="URL", help="Broker, e.g. mqtt://host:1883.")
+@click.option("--cluster", default="default", help="Cluster name in MQTT topics.")
+@click.option("--exit-with-parent", is_flag=True, help="Stop when standard input ends.")
+@token_options
+@log_options
+@click.version_option(SOFTWARE_VERSION)
+def main(
+    *,
+    token: str | None,
+    token_file: Path | None,
+    log_level: str,
+    log_format: str,
+    exit_with_parent: bool,
+    coordinator: str | None,
+    bind: str,
+    advertise: str | None,
+    node_id: str,
+    device: str,
+    num_threads: int | None,
+    memory_bytes: int | None,
+    insecure: bool,
+    mqtt_url: str | None,
+    cluster: str,
+) -> None:
+    """Offer this host to a stagemesh cluster."""
+
+    def start() -> int:
+        config = NodeConfig(
+            node_id=node_id,
+            coordinator=coordinator,
+            bind=bind,
+            advertise=advertise,
+            device=device,
+            num_threads=num_threads,
+            memory_bytes=memory_bytes,
+            token=read_token(token_file, token),
+            insecure=insecure,
+            mqtt_url=mqtt_url,
+            cluster=cluster,
+        )
+        _quiet_idle_threads()
+        return run_until_signalled(_serve(config), exit_with_parent=exit_with_parent)
+
+    guarded(start, log_format=log_format, log_level=log_level)
+
+
+async def _serve(config: NodeConfig) -> int:
+    # torch's OpenMP runtime reads its environment when it is loaded, so the import comes last.
+    daemon_module = importlib.import_module("node.daemon")
+    async with daemon_module.NodeDaemon(config) as daemon:
+        await daemon.run()
+    return 0
+
+
+def _quiet_idle_threads() -> None:
+    """Let OpenMP's workers sleep soon after a parallel region.
+
+    By default they spin for milliseconds. While a stage waits for its turn, that takes a core from
+    the stage whose turn it is, when both share a host. The count is a compromise measured by
+    `python -m benchmarks.decode`: long enough that the next layer's region finds them awake.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,56 @@
+"""Settings of a node daemon."""
+
+from dataclasses import dataclass
+
+from stagemesh.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What a node daemon is started with; checked once, here."""
+
+    node_id: str
+    """Name of the node, unique in the cluster."""
+    coordinator: str | None
+    """host:port of the coordinator's gRPC server; None runs without one."""
+    bind: str = "127.0.0.1:0"
+    """host:port of the node's gRPC server; port 0 takes a free one."""
+    advertise: str | None = None
+    """host:port at which peers reach this node; the bound address by default."""
+    device: str = "auto"
+    """"auto", "cpu", "cuda:N" or "mps"."""
+    num_threads: int | None = None
+    """Threads of a CPU device; all cores by default."""
+    memory_bytes: int | None = None
+    """Memory offered for weights and KV cache; 90 % of what is free by default."""
+    token: str | None = None
+    """The cluster's secret; required when `bind` is not a loopback address."""
+    insecure: bool = False
+    """Allow a public bind without a token."""
+    mqtt_url: str | None = None
+    """Broker for presence and telemetry."""
+    cluster: str = "default"
+    """Name of the cluster in MQTT topics."""
+    grace_seconds: float = 5.0
+    """Bound of a clean shutdown."""
+    max_tensor_bytes: int = 2 * 2**30
+    """Largest tensor that is taken from the network."""
+
+    def __post_init__(self) -> None:
+        if not self.node_id or any(c in self.node_id for c in "/+# "):
+            raise ConfigError(
+                f"node id must be a word without '/', '+', '#' or blanks, got {self.node_id!r}"
+            )
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {self.num_threads}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ConfigError(f"memory must be positive, got {self.memory_bytes} bytes")
+        for name in ("bind", "advertise", "coordinator"):
+            value = getattr(self, name)
+            if value is not None and not _is_address(value):
+                raise ConfigError(f"{name} must be HOST:PORT, got {value!r}")
+
+
+def _is_address(value: str) -> bool:
+    host, _, port = value.rpartition(":")
+    return bool(host) and port.isdigit() and int(port) < 65536

@@ -1,0 +1,119 @@
+"""The node daemon: composes device, stages, services and membership; thin on purpose.
+
+    async with NodeDaemon(config) as daemon:
+        await daemon.run()
+
+Stop order: leave the cluster -> end the stages' streams and free their memory -> drop the compute
+thread's queue -> stop the server within the grace. Nothing starts in the constructor.
+"""
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from node.config import NodeConfig
+from node.device import resolve_device
+from node.executor import ComputeThread
+from node.registration import Registration
+from node.service import NodeServicer
+from node.stage_loader import StageLoader
+from node.status import NodeReporter
+from stagemesh.rpc.server import RpcServer, Service
+from stagemesh.rpc.v1 import node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+class NodeDaemon:
+    """One host's daemon.
+
+    Args:
+        config: its settings.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._device = resolve_device(
+            config.device, num_threads=config.num_threads, memory_bytes=config.memory_bytes
+        )
+        self._compute = ComputeThread(f"compute-{self._device.torch_device}")
+        self._reporter = NodeReporter(config, self._device)
+        self.servicer = NodeServicer(
+            node_id=config.node_id,
+            describe=self._reporter.description,
+            status=self._reporter.status,
+            loader=StageLoader(device=self._device.torch_device, compute=self._compute),
+            compute=self._compute,
+            token=config.token,
+            max_tensor_bytes=config.max_tensor_bytes,
+        )
+        self._server = RpcServer(
+            config.bind,
+            services=[
+                Service(
+                    name="stagemesh.rpc.v1.NodeService",
+                    servicer=self.servicer,
+                    add=node_pb2_grpc.add_NodeServiceServicer_to_server,
+                )
+            ],
+            token=config.token,
+            insecure=config.insecure,
+            node_id=config.node_id,
+        )
+        self._registration: Registration | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port of the gRPC server, once started."""
+        return self._server.address
+
+    @property
+    def registration(self) -> Registration | None:
+        """Membership, when the node has a coordinator."""
+        return self._registration
+
+    async def __aenter__(self) -> Self:
+        await self._server.start()
+        self._reporter.address = self._config.advertise or self._server.address
+        if self._config.coordinator is not None:
+            self._registration = Registration(
+                coordinator=self._config.coordinator,
+                token=self._config.token,
+                status=self.servicer.node_status,
+                on_new_coordinator=self.servicer.unload_all,
+            )
+        logger.info(
+            "node is up",
+            extra={
+                "address": self._reporter.address,
+                "device": str(self._device.torch_device),
+                "num_threads": self._device.num_threads,
+            },
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.servicer.unload_all()
+        self._compute.close()
+        await self._server.stop(self._config.grace_seconds)
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            StagemeshError: the coordinator refuses this node for good.
+        """
+        try:
+            if self._registration is not None:
+                await self._registration.run()
+            else:
+                await asyncio.Event().wait()
+        finally:
+            if self._registration is not None:
+                await self._registration.leave(self._config.node_id, self._reporter.start_id)

@@ -1,0 +1,278 @@
+"""NodeService: the daemon's gRPC face to the coordinator and to the stage before."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import torch
+
+from node.executor import ComputeThread
+from node.next_stage import NextStage
+from node.stage_loader import Loaded, StageLoader, StageRequest
+from node.stage_runner import QueuedStep, StageRunner
+from node.status import describe_stage
+from stagemesh.errors import NotReady, ProtocolError
+from stagemesh.layout import StageAssignment
+from stagemesh.rpc.codec import TensorAssembler
+from stagemesh.rpc.convert import (
+    check_version,
+    step_header_from_proto,
+    step_result_to_proto,
+)
+from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Deployment:
+    """What this node runs of one deployment."""
+
+    def __init__(self, request: StageRequest, runner: StageRunner) -> None:
+        self.request = request
+        self.runner = runner
+        self.task = asyncio.create_task(runner.run(), name=f"stage-{request.stage}")
+
+    async def close(self) -> None:
+        """Stop the stage and free what it holds."""
+        self.task.cancel()
+        await asyncio.wait({self.task}, timeout=5.0)
+        await self.runner.close()
+
+
+class NodeServicer(node_pb2_grpc.NodeServiceServicer):
+    """Loads stages and carries steps through them.
+
+    Args:
+        node_id: this node.
+        describe: makes the node's current description.
+        status: makes the node's current status from its stages.
+        loader: loads stages.
+        compute: the device's thread.
+        token: shown to the next stage.
+        max_tensor_bytes: largest activation that is accepted.
+    """
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        describe: Callable[[], node_pb2.NodeDescription],
+        status: Callable[[list[node_pb2.StageStatus]], node_pb2.NodeStatus],
+        loader: StageLoader,
+        compute: ComputeThread,
+        token: str | None,
+        max_tensor_bytes: int,
+    ) -> None:
+        self._node_id = node_id
+        self._describe = describe
+        self._status = status
+        self._loader = loader
+        self._compute = compute
+        self._token = token
+        self._max_tensor_bytes = max_tensor_bytes
+        self._deployments: dict[str, Deployment] = {}
+
+    async def Describe(  # noqa: N802
+        self, request: node_pb2.DescribeRequest, context: Context
+    ) -> node_pb2.NodeDescription:
+        """Handshake."""
+        check_version(request.version, peer="the caller")
+        return self._describe()
+
+    async def LoadStage(  # noqa: N802
+        self, request: node_pb2.LoadStageRequest, context: Context
+    ) -> AsyncGenerator[node_pb2.LoadStageProgress, None]:
+        """Load a stage; an older incarnation of the deployment is unloaded first."""
+        check_version(request.version, peer="the coordinator")
+        wanted = _stage_request(request)
+        await self._unload(wanted.deployment_id)
+        async for event in self._loader.load(wanted):
+            if isinstance(event, Loaded):
+                # Another load of the same deployment may have ended meanwhile; the later one wins.
+                await self._unload(wanted.deployment_id)
+                yield self._start(wanted, event)
+            else:
+                yield node_pb2.LoadStageProgress(
+                    loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes
+                )
+
+    def _start(self, request: StageRequest, loaded: Loaded) -> node_pb2.LoadStageProgress:
+        engine = loaded.engine
+        assignment = StageAssignment(
+            stage=request.stage,
+            node_id=self._node_id,
+            start_layer=request.start_layer,
+            end_layer=request.end_layer,
+            weight_bytes=engine.stage.weight_bytes,
+            kv_bytes_per_token=engine.cache.layout.bytes_per_token,
+            kv_cache_bytes=request.kv_cache_bytes,
+        )
+        runner = StageRunner(
+            engine, assignment=assignment, node_id=self._node_id, compute=self._compute
+        )
+        self._deployments[request.deployment_id] = Deployment(request, runner)
+        logger.info(
+            "stage loaded",
+            extra={
+                "deployment_id": request.deployment_id,
+                "stage": request.stage,
+                "layers": f"{request.start_layer}-{request.end_layer - 1}",
+                "load_seconds": round(loaded.seconds, 2),
+            },
+        )
+        return node_pb2.LoadStageProgress(
+            loaded_bytes=engine.stage.read_bytes,
+            total_bytes=engine.stage.read_bytes,
+            ready=node_pb2.StageReady(
+                weight_bytes=engine.stage.weight_bytes,
+                kv_bytes_per_token=engine.cache.layout.bytes_per_token,
+                load_seconds=loaded.seconds,
+                read_bytes=engine.stage.read_bytes,
+            ),
+        )
+
+    async def LinkStage(  # noqa: N802
+        self, request: node_pb2.LinkStageRequest, context: Context
+    ) -> node_pb2.LinkStageReply:
+        """Open the stream to the next stage."""
+        deployment = self._deployment(request.deployment_id)
+        runner = deployment.runner
+        next_stage = NextStage(
+            node_id=request.next_node_id,
+            address=request.next_address,
+            deployment_id=request.deployment_id,
+            incarnation=deployment.request.incarnation,
+            stage=deployment.request.stage + 1,
+            token=self._token,
+        )
+        try:
+            seconds = await next_stage.connect(request.timeout_seconds)
+        except BaseException:
+            await next_stage.close()
+            raise
+        old, runner.next_stage = runner.next_stage, next_stage
+        if old is not None:
+            await old.close()
+        return node_pb2.LinkStageReply(connect_seconds=seconds)
+
+    async def UnloadStage(  # noqa: N802
+        self, request: node_pb2.UnloadStageRequest, context: Context
+    ) -> node_pb2.UnloadStageReply:
+        """Free a stage; one that is not here is unloaded already."""
+        await self._unload(request.deployment_id)
+        return node_pb2.UnloadStageReply()
+
+    async def RunSteps(  # noqa: N802
+        self, request_iterator: AsyncIterator[node_pb2.StepFrame], context: Context
+    ) -> AsyncGenerator[node_pb2.StepAck, None]:
+        """Take steps in until the sender ends the stream."""
+        hello = (await anext(aiter(request_iterator))).hello
+        check_version(hello.version, peer="the sender of steps")
+        runner = self._accept(hello)
+        yield node_pb2.StepAck(accepted=True)
+        header: node_pb2.StepHeader | None = None
+        assembler: TensorAssembler | None = None
+        async for frame in request_iterator:
+            arrived = time.monotonic_ns()
+            activation: torch.Tensor | None = None
+            if frame.HasField("header"):
+                if assembler is not None:
+                    raise ProtocolError("a step began before the activation of the last one was whole")
+                header = frame.header
+            if header is None:
+                raise ProtocolError("an activation came without a step's header")
+            if frame.HasField("activation"):
+                assembler = assembler or TensorAssembler(max_bytes=self._max_tensor_bytes)
+                activation = assembler.add(frame.activation)
+                if activation is None:
+                    continue
+            step, timings = step_header_from_proto(header)
+            header, assembler = None, None
+            await runner.submit(
+                QueuedStep(
+                    step=step, activation=activation, timings=timings, arrived_nanos=arrived
+                )
+            )
+
+    def _accept(self, hello: node_pb2.StepHello) -> StageRunner:
+        deployment = self._deployment(hello.deployment_id)
+        own = deployment.request
+        if (hello.incarnation, hello.stage) != (own.incarnation, own.stage):
+            raise NotReady(
+                f"node {self._node_id} runs stage {own.stage} of incarnation {own.incarnation} of "
+                f"{hello.deployment_id}, the sender wants stage {hello.stage} of {hello.incarnation}"
+            )
+        return deployment.runner
+
+    async def WatchResults(  # noqa: N802
+        self, request: node_pb2.WatchResultsRequest, context: Context
+    ) -> AsyncGenerator[node_pb2.StepResult, None]:
+        """Hand out results and failures of a stage."""
+        deployment = self._deployment(request.deployment_id)
+        if deployment.request.incarnation != request.incarnation:
+            raise NotReady(
+                f"node {self._node_id} runs incarnation {deployment.request.incarnation} of "
+                f"{request.deployment_id}, not {request.incarnation}"
+            )
+        watcher = deployment.runner.watch()
+        try:
+            yield node_pb2.StepResult(accepted=True)
+            async for result in watcher.results():
+                yield step_result_to_proto(result)
+        finally:
+            deployment.runner.unwatch(watcher)
+
+    async def GetNodeStatus(  # noqa: N802
+        self, request: node_pb2.GetNodeStatusRequest, context: Context
+    ) -> node_pb2.NodeStatus:
+        """The node and its stages, now."""
+        return self.node_status()
+
+    def node_status(self) -> node_pb2.NodeStatus:
+        """The node and its stages, now."""
+        return self._status(
+            [describe_stage(d.request, d.runner) for d in self._deployments.values()]
+        )
+
+    async def unload_all(self) -> None:
+        """Free every stage."""
+        for deployment_id in list(self._deployments):
+            await self._unload(deployment_id)
+
+    async def _unload(self, deployment_id: str) -> None:
+        deployment = self._deployments.pop(deployment_id, None)
+        if deployment is not None:
+            await deployment.close()
+            logger.info("stage unloaded", extra={"deployment_id": deployment_id})
+
+    def _deployment(self, deployment_id: str) -> Deployment:
+        deployment = self._deployments.get(deployment_id)
+        if deployment is None:
+            held = ", ".join(self._deployments) or "none"
+            raise NotReady(
+                f"node {self._node_id} has no stage of deployment {deployment_id} (it has: {held})"
+            )
+        return deployment
+
+
+def _stage_request(request: node_pb2.LoadStageRequest) -> StageRequest:
+    return StageRequest(
+        deployment_id=request.deployment_id,
+        incarnation=request.incarnation,
+        model_name=request.model.name,
+        model_path=request.model.path,
+        model_reference=request.model.reference,
+        fingerprint=request.model.fingerprint,
+        stage=request.stage,
+        num_stages=request.num_stages,
+        start_layer=request.start_layer,
+        end_layer=request.end_layer,
+        dtype=request.dtype,
+        kv_cache_bytes=request.kv_cache_bytes,
+    )

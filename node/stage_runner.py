@@ -1,0 +1,193 @@
+"""A loaded stage at work: steps in, activations or tokens out, in order.
+
+      RunSteps in --> queue --> compute thread --> outbox --> next stage's RunSteps
+                                       |                  \-> (last stage) watchers
+                                       \-> failure --> watchers
+
+Two tasks per stage: one computes, one sends, so that a step travels while the next one computes.
+"""
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+
+import torch
+
+from node.executor import ComputeThread
+from node.next_stage import NextStage
+from stagemesh.errors import CapacityExceeded, NotReady, StagemeshError
+from stagemesh.inference.stage_engine import StageEngine, StageOutput
+from stagemesh.layout import StageAssignment
+from stagemesh.steps import StageTiming, Step, StepFailure, StepResult
+
+logger = logging.getLogger(__name__)
+
+_MAX_QUEUED_STEPS = 256
+_MAX_QUEUED_RESULTS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedStep:
+    """A step that has arrived."""
+
+    step: Step
+    activation: torch.Tensor | None
+    timings: tuple[StageTiming, ...]
+    arrived_nanos: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StageCounters:
+    """What a stage has done, for status and metrics."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    compute_nanos: int = 0
+
+
+class Watcher:
+    """One WatchResults stream: a bounded queue of results."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[StepResult | None] = asyncio.Queue(_MAX_QUEUED_RESULTS)
+
+    def put(self, result: StepResult | None) -> None:
+        """Queue a result, or None for the end; a watcher that does not read loses its stream."""
+        try:
+            self._queue.put_nowait(result)
+        except asyncio.QueueFull as error:
+            raise CapacityExceeded(
+                f"a result watcher has not read {_MAX_QUEUED_RESULTS} results"
+            ) from error
+
+    async def results(self) -> AsyncGenerator[StepResult, None]:
+        """Yield results until the stage ends."""
+        # No deadline: a watcher waits as long as its stage lives, and `close` wakes it.
+        while (result := await self._queue.get()) is not None:
+            yield result
+
+
+class StageRunner:
+    """Runs one stage of one deployment.
+
+    Args:
+        engine: the loaded stage.
+        assignment: its place in the plan.
+        node_id: for failures.
+        compute: the device's thread.
+    """
+
+    def __init__(
+        self,
+        engine: StageEngine,
+        *,
+        assignment: StageAssignment,
+        node_id: str,
+        compute: ComputeThread,
+    ) -> None:
+        self.engine = engine
+        self.assignment = assignment
+        self.counters = StageCounters()
+        self.next_stage: NextStage | None = None
+        self._node_id = node_id
+        self._compute = compute
+        self._inbox: asyncio.Queue[QueuedStep] = asyncio.Queue(_MAX_QUEUED_STEPS)
+        self._outbox: asyncio.Queue[tuple[QueuedStep, StageOutput]] = asyncio.Queue(
+            _MAX_QUEUED_STEPS
+        )
+        self._watchers: set[Watcher] = set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._compute_loop(), name="stage-compute")
+            tasks.create_task(self._send_loop(), name="stage-send")
+
+    async def submit(self, item: QueuedStep) -> None:
+        """Queue an arrived step; waits (and so holds back the sender) while the queue is full."""
+        await self._inbox.put(item)
+
+    def watch(self) -> Watcher:
+        """Register a watcher of this stage's results and failures."""
+        watcher = Watcher()
+        self._watchers.add(watcher)
+        return watcher
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove a watcher."""
+        self._watchers.discard(watcher)
+
+    async def close(self) -> None:
+        """End the watchers' streams, close the link and free the KV cache."""
+        for watcher in self._watchers:
+            watcher.put(None)
+        self._watchers.clear()
+        if self.next_stage is not None:
+            await self.next_stage.close()
+        self.engine.cache.clear()
+
+    async def _compute_loop(self) -> None:
+        while True:
+            item = await self._inbox.get()
+            try:
+                output, timing = await self._compute.run(lambda item=item: self._timed(item))  # type: ignore[misc]
+            except Exception as error:  # whatever torch or a family's code raises ends the step, not the node
+                logger.exception("step failed", extra={"step_id": item.step.step_id})
+                self._report(item.step.step_id, error, operation="compute")
+                continue
+            self.counters.num_steps += 1
+            self.counters.num_tokens += item.step.num_tokens
+            self.counters.compute_nanos += timing.compute_nanos
+            await self._outbox.put((replace(item, timings=(*item.timings, timing)), output))
+
+    def _timed(self, item: QueuedStep) -> tuple[StageOutput, StageTiming]:
+        """On the compute thread."""
+        begun = time.monotonic_ns()
+        output = self.engine.run(item.step, item.activation)
+        ended = time.monotonic_ns()
+        timing = StageTiming(
+            stage=self.assignment.stage,
+            queue_nanos=begun - item.arrived_nanos,
+            compute_nanos=ended - begun,
+        )
+        return output, timing
+
+    async def _send_loop(self) -> None:
+        while True:
+            item, output = await self._outbox.get()
+            step = item.step
+            if self.engine.stage.is_last:
+                self._publish(
+                    StepResult(step_id=step.step_id, tokens=output.tokens, timings=item.timings)
+                )
+                continue
+            try:
+                if self.next_stage is None:
+                    raise NotReady(f"stage {self.assignment.stage} has no link to the next stage")
+                await self.next_stage.send(
+                    replace(step, token_ids=()), output.activation, timings=item.timings
+                )
+            except StagemeshError as error:
+                self._report(step.step_id, error, operation="send activation")
+
+    def _report(self, step_id: int, error: Exception, *, operation: str) -> None:
+        failure = StepFailure(
+            node_id=self._node_id,
+            stage=self.assignment.stage,
+            operation=operation,
+            error_type=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+        )
+        self._publish(StepResult(step_id=step_id, failure=failure))
+
+    def _publish(self, result: StepResult) -> None:
+        for watcher in list(self._watchers):
+            try:
+                watcher.put(result)
+            except CapacityExceeded:
+                logger.warning("result watcher dropped: it does not read")
+                self._watchers.discard(watcher)

@@ -1,0 +1,76 @@
+"""What a node tells of itself: description, stages, load."""
+
+import platform
+import time
+import uuid
+
+import psutil
+
+from node.config import NodeConfig
+from node.device import Device, platform_text
+from node.stage_loader import StageRequest
+from node.stage_runner import StageRunner
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.v1 import node_pb2
+
+
+class NodeReporter:
+    """Makes the node's description and status messages.
+
+    Args:
+        config: the daemon's settings.
+        device: its device.
+    """
+
+    def __init__(self, config: NodeConfig, device: Device) -> None:
+        self.start_id = uuid.uuid4().hex
+        self.address = config.advertise or ""
+        self._config = config
+        self._device = device
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # the first call only starts the measurement
+        self._started = time.monotonic()
+
+    def description(self) -> node_pb2.NodeDescription:
+        """Who this node is."""
+        return node_pb2.NodeDescription(
+            version=our_version(),
+            node_id=self._config.node_id,
+            address=self.address,
+            device=str(self._device.torch_device),
+            num_threads=self._device.num_threads,
+            memory_bytes=self._device.memory_bytes,
+            memory_total_bytes=self._device.memory_total_bytes,
+            hostname=platform.node(),
+            platform=platform_text(),
+            start_id=self.start_id,
+        )
+
+    def status(self, stages: list[node_pb2.StageStatus]) -> node_pb2.NodeStatus:
+        """How it is doing."""
+        return node_pb2.NodeStatus(
+            description=self.description(),
+            rss_bytes=self._process.memory_info().rss,
+            cpu_percent=self._process.cpu_percent(),
+            stages=stages,
+            uptime_seconds=time.monotonic() - self._started,
+        )
+
+
+def describe_stage(request: StageRequest, runner: StageRunner) -> node_pb2.StageStatus:
+    """A stage and its counters."""
+    cache = runner.engine.cache
+    return node_pb2.StageStatus(
+        deployment_id=request.deployment_id,
+        model=request.model_name,
+        stage=request.stage,
+        start_layer=request.start_layer,
+        end_layer=request.end_layer,
+        weight_bytes=runner.engine.stage.weight_bytes,
+        kv_used_bytes=cache.used_bytes,
+        kv_limit_bytes=cache.limit_bytes,
+        num_sessions=cache.num_sessions,
+        num_steps=runner.counters.num_steps,
+        num_tokens=runner.counters.num_tokens,
+        compute_seconds=runner.counters.compute_nanos / 1e9,
+    )

@@ -1,0 +1,137 @@
+"""Keys and values of the sessions that a stage serves.
+
+A session owns one contiguous block [layers, 2, kv_heads, capacity, head_dim]: reading it needs no
+copy and no table, and growing it is one copy for all layers, between steps. The cache as a whole is
+bounded in bytes; who is admitted is the scheduler's decision, the bound here is the last guard.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from stagemesh.errors import CapacityExceeded, ProtocolError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Shape of one token's keys and values on a stage."""
+
+    num_layers: int
+    """Layers of the stage."""
+    num_kv_heads: int
+    """Key/value heads of each layer."""
+    head_dim: int
+    """Elements of a head's key, and of its value."""
+    dtype: torch.dtype
+    """Element type."""
+    device: torch.device
+    """Where the cache lives."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one session takes on the stage."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Session:
+    """Keys and values of one sequence: `length` tokens held, `capacity` tokens of room."""
+
+    __slots__ = ("_block", "capacity", "keys", "length", "values")
+
+    def __init__(self, layout: KVLayout, capacity: int) -> None:
+        self.length = 0
+        self._allocate(layout, capacity)
+
+    def _allocate(self, layout: KVLayout, capacity: int) -> None:
+        self.capacity = capacity
+        self._block = torch.empty(
+            (layout.num_layers, 2, layout.num_kv_heads, capacity, layout.head_dim),
+            dtype=layout.dtype,
+            device=layout.device,
+        )
+        # One view per layer, made once: slicing the block anew costs microseconds per layer and step.
+        self.keys = [self._block[layer, 0] for layer in range(layout.num_layers)]
+        self.values = [self._block[layer, 1] for layer in range(layout.num_layers)]
+
+    def grow(self, layout: KVLayout, capacity: int) -> None:
+        """Make room for `capacity` tokens and keep the ones held."""
+        old = self._block
+        self._allocate(layout, capacity)
+        self._block[..., : self.length, :].copy_(old[..., : self.length, :])
+
+
+class KVCache:
+    """The sessions of a stage, bounded in bytes.
+
+    Args:
+        layout: shape of a token's keys and values.
+        limit_bytes: bound of all sessions together.
+        block_tokens: capacity is a multiple of this.
+    """
+
+    def __init__(self, layout: KVLayout, *, limit_bytes: int, block_tokens: int = 64) -> None:
+        self.layout = layout
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._block_tokens = block_tokens
+        self._sessions: dict[int, Session] = {}
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that hold memory."""
+        return len(self._sessions)
+
+    def reserve(self, session_id: int, *, start_position: int, num_tokens: int) -> Session:
+        """Return the session with room for `num_tokens` more, creating it at position 0.
+
+        Raises:
+            ProtocolError: `start_position` is not where the session ends: a step was lost or came
+                twice, and computing on would give wrong text.
+            CapacityExceeded: the cache's limit would be passed.
+        """
+        session = self._sessions.get(session_id)
+        held = 0 if session is None else session.length
+        if start_position != held:
+            raise ProtocolError(
+                f"session {session_id} holds {held} tokens here, but the segment starts at position "
+                f"{start_position}"
+            )
+        needed = start_position + num_tokens
+        if session is not None and needed <= session.capacity:
+            return session
+        # Doubling keeps the copies of a long answer to a constant factor.
+        wanted = max(needed, 0 if session is None else 2 * session.capacity)
+        capacity = self._fit(session_id, needed, wanted, session)
+        if session is None:
+            session = self._sessions[session_id] = Session(self.layout, capacity)
+            self.used_bytes += capacity * self.layout.bytes_per_token
+        else:
+            self.used_bytes += (capacity - session.capacity) * self.layout.bytes_per_token
+            session.grow(self.layout, capacity)
+        return session
+
+    def _fit(self, session_id: int, needed: int, wanted: int, session: Session | None) -> int:
+        """Capacity in tokens between `needed` and `wanted` that the limit allows."""
+        per_token = self.layout.bytes_per_token
+        own = 0 if session is None else session.capacity
+        available = (self.limit_bytes - self.used_bytes) // per_token + own
+        for tokens in (wanted, needed):
+            rounded = -(-tokens // self._block_tokens) * self._block_tokens
+            for candidate in (rounded, tokens):
+                if candidate <= available:
+                    return candidate
+        raise CapacityExceeded(
+            f"the KV cache holds {self.used_bytes} of {self.limit_bytes} bytes and cannot give session "
+            f"{session_id} room for {needed} tokens ({needed * per_token} bytes)"
+        )
+
+    def release(self, session_id: int) -> None:
+        """Free a session's memory; unknown sessions were never started here and are ignored."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            self.used_bytes -= session.capacity * self.layout.bytes_per_token
+
+    def clear(self) -> None:
+        """Free all sessions."""
+        self._sessions.clear()
+        self.used_bytes = 0

@@ -1,0 +1,287 @@
+"""One stage of a deployed model: weights, KV cache, and the forward of a step.
+
+Not thread-safe on purpose: a node runs each device's engine on that device's one compute thread.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stagemesh.errors import CapacityExceeded, ProtocolError, UnsupportedModel
+from stagemesh.inference import attention
+from stagemesh.inference.attention import SegmentSpan, StepContext
+from stagemesh.inference.kv_cache import KVCache, KVLayout
+from stagemesh.inference.sampler import (
+    floored,
+    sample_token,
+    score_targets,
+    top_logprobs,
+)
+from stagemesh.model_spec import ModelSpec
+from stagemesh.models.builder import StageModel, build_stage
+from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_SESSION = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """What a step leaves a stage as: an activation, or tokens from the last stage."""
+
+    activation: torch.Tensor | None = None
+    """[T, D] in the run dtype; None from the last stage."""
+    tokens: tuple[SampledToken, ...] = ()
+    """One per segment, from the last stage."""
+
+
+class StageEngine:
+    """Runs steps through layers [start_layer, end_layer).
+
+    Args:
+        stage: the loaded stage.
+        kv_limit_bytes: bound of the KV cache.
+    """
+
+    def __init__(self, stage: StageModel, *, kv_limit_bytes: int) -> None:
+        self.stage = stage
+        self.cache = KVCache(
+            KVLayout(
+                num_layers=stage.end_layer - stage.start_layer,
+                num_kv_heads=stage.num_kv_heads,
+                head_dim=stage.head_dim,
+                dtype=stage.dtype,
+                device=next(stage.model.parameters()).device,
+            ),
+            limit_bytes=kv_limit_bytes,
+        )
+        self._hidden_size = stage.model.config.get_text_config().hidden_size
+        self._vocab_size = stage.model.config.get_text_config().vocab_size
+        # A 2-D mask of ones switches off transformers' search for packed sequences; see MaskRule.
+        self._all_ones = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        *,
+        start_layer: int,
+        end_layer: int,
+        dtype: str,
+        device: torch.device,
+        kv_limit_bytes: int,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> "StageEngine":
+        """Build, load and try out a stage.
+
+        Raises:
+            UnsupportedModel: the family does something around its layers that stages cannot do; found
+                by running it before anyone waits for an answer.
+            CheckpointError: the checkpoint's files are wrong.
+        """
+        attention.register()
+        stage = build_stage(
+            spec,
+            start_layer=start_layer,
+            end_layer=end_layer,
+            dtype=dtype,
+            device=device,
+            attention=attention.ATTENTION_NAME,
+            on_bytes=on_bytes,
+        )
+        engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
+        engine.warm_up()
+        return engine
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stage runs."""
+        return self.cache.layout.device
+
+    def warm_up(self) -> None:
+        """Run a two-token and a one-token step and check what the family did with them.
+
+        Raises:
+            UnsupportedModel: attention did not see each layer of the stage exactly once.
+        """
+        limit, self.cache.limit_bytes = self.cache.limit_bytes, 2**62
+        try:
+            for start, count in ((0, 2), (2, 1)):
+                segment = Segment(
+                    session_id=_WARM_UP_SESSION,
+                    start_position=start,
+                    num_tokens=count,
+                    sampling=SamplingParams(),
+                )
+                first = self.stage.is_first
+                self.run(
+                    Step(step_id=0, segments=(segment,), token_ids=(0,) * count if first else ()),
+                    None if first else torch.zeros(count, self._hidden_size, dtype=self.stage.dtype),
+                )
+        finally:
+            self.cache.limit_bytes = limit
+            self.cache.release(_WARM_UP_SESSION)
+
+    @torch.inference_mode()
+    def run(self, step: Step, activation: torch.Tensor | None) -> StageOutput:
+        """Run one step.
+
+        Shapes:
+            activation: [T, D], None on the first stage, which embeds `step.token_ids`.
+
+        Raises:
+            ProtocolError: the step contradicts the sessions' positions or the stage's inputs.
+            CapacityExceeded: the KV cache is full.
+        """
+        for session_id in step.release_session_ids:
+            self.cache.release(session_id)
+        if not step.segments:
+            return StageOutput()
+        self._check_inputs(step, activation)
+        spans = self._reserve(step.segments)
+        context = StepContext(spans, first_layer=self.stage.start_layer)
+        output = self._forward(step, activation, context)
+        expected = list(range(self.cache.layout.num_layers))
+        if context.attended_layers != expected:
+            raise UnsupportedModel(
+                f"{self.stage.model.config.model_type}: attention came by layers "
+                f"{context.attended_layers}, expected each of {expected} once"
+            )
+        for span in spans:
+            span.session.length = span.start_position + span.num_tokens
+        return output
+
+    def _check_inputs(self, step: Step, activation: torch.Tensor | None) -> None:
+        """Refuse what would only fail, or worse would not fail, deep inside the model."""
+        if self.stage.is_first:
+            if len(step.token_ids) != step.num_tokens:
+                raise ProtocolError(
+                    f"step {step.step_id} has {len(step.token_ids)} token ids for {step.num_tokens} tokens"
+                )
+            worst = max(step.token_ids)
+            if worst >= self._vocab_size:
+                raise ProtocolError(
+                    f"token id {worst} is outside the vocabulary of {self._vocab_size}"
+                )
+            return
+        expected = (step.num_tokens, self._hidden_size)
+        if activation is None or tuple(activation.shape) != expected:
+            got = None if activation is None else list(activation.shape)
+            raise ProtocolError(
+                f"step {step.step_id} needs an activation of shape {list(expected)}, got {got}"
+            )
+        if activation.dtype != self.stage.dtype:
+            raise ProtocolError(
+                f"step {step.step_id} has an activation of {activation.dtype}, this stage runs in "
+                f"{self.stage.dtype}"
+            )
+
+    def _reserve(self, segments: Sequence[Segment]) -> list[SegmentSpan]:
+        """Make room for all segments, or for none."""
+        spans: list[SegmentSpan] = []
+        started: list[int] = []
+        offset = 0
+        try:
+            for segment in segments:
+                session = self.cache.reserve(
+                    segment.session_id,
+                    start_position=segment.start_position,
+                    num_tokens=segment.num_tokens,
+                )
+                if segment.start_position == 0:
+                    started.append(segment.session_id)
+                spans.append(
+                    SegmentSpan(session, offset, segment.num_tokens, segment.start_position)
+                )
+                offset += segment.num_tokens
+        except (CapacityExceeded, ProtocolError):
+            for session_id in started:
+                self.cache.release(session_id)
+            raise
+        return spans
+
+    def _forward(
+        self, step: Step, activation: torch.Tensor | None, context: StepContext
+    ) -> StageOutput:
+        positions = torch.cat(
+            [
+                torch.arange(s.start_position, s.start_position + s.num_tokens)
+                for s in step.segments
+            ]
+        )
+        arguments = {
+            "position_ids": positions.to(self.device)[None],
+            "attention_mask": self._all_ones,
+            "use_cache": False,
+            attention.STEP_ARGUMENT: context,
+        }
+        if self.stage.is_first:
+            arguments["input_ids"] = torch.tensor(step.token_ids, device=self.device)[None]
+        else:
+            assert activation is not None
+            arguments["inputs_embeds"] = activation.to(self.device)[None]
+        if not self.stage.is_last:
+            hidden = self.stage.model.base_model(**arguments).last_hidden_state
+            return StageOutput(activation=hidden[0])
+        return StageOutput(tokens=self._tokens(step, arguments))
+
+    def _tokens(self, step: Step, arguments: dict[str, object]) -> tuple[SampledToken, ...]:
+        """Logits for the positions that need them, and the draws from them."""
+        rows = _logit_rows(step.segments)
+        if not rows:
+            self.stage.model.base_model(**arguments)
+            return tuple(SampledToken(session_id=s.session_id) for s in step.segments)
+        index = torch.tensor(rows, device=self.device)
+        logits = self.stage.model(**arguments, logits_to_keep=index).logits[0].float().cpu()
+        tokens = []
+        row = 0
+        for segment in step.segments:
+            count = _num_logit_rows(segment)
+            tokens.append(_draw(segment, logits[row : row + count]))
+            row += count
+        return tuple(tokens)
+
+
+def _num_logit_rows(segment: Segment) -> int:
+    if segment.target_token_ids:
+        return segment.num_tokens
+    return 1 if segment.sampling is not None else 0
+
+
+def _logit_rows(segments: Sequence[Segment]) -> list[int]:
+    """Indices into the token axis at which logits are needed."""
+    rows: list[int] = []
+    offset = 0
+    for segment in segments:
+        offset += segment.num_tokens
+        rows.extend(range(offset - _num_logit_rows(segment), offset))
+    return rows
+
+
+def _draw(segment: Segment, logits: torch.Tensor) -> SampledToken:
+    """Result of one segment from its logits [n, V]; n may be 0."""
+    targets = segment.target_token_ids
+    scores = (
+        score_targets(logits[: len(targets)], targets, num_top=segment.num_target_top_logprobs)
+        if targets
+        else ()
+    )
+    params = segment.sampling
+    if params is None:
+        return SampledToken(session_id=segment.session_id, target_scores=scores)
+    position = segment.start_position + segment.num_tokens
+    token = sample_token(logits[-1], params, position=position)
+    logprob, top = 0.0, ()  # type: float, tuple[TokenLogprob, ...]
+    if params.logprobs or params.num_top_logprobs:
+        logprobs = torch.log_softmax(logits[-1], dim=-1)
+        logprob, top = floored(float(logprobs[token])), top_logprobs(logprobs, params.num_top_logprobs)
+    return SampledToken(
+        session_id=segment.session_id,
+        token_id=token,
+        logprob=logprob,
+        top=top,
+        target_scores=scores,
+    )

@@ -1,0 +1,299 @@
+"""Build one stage of a model from the family's own transformers class.
+
+The class is built on the meta device, so nothing is allocated; layers outside [start_layer,
+end_layer) become pass-throughs, embedding, final norm and head stay only where the stage needs them,
+and exactly the parameters that remain are read from the checkpoint.
+"""
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
+from stagemesh.model_spec import ModelSpec, TensorInfo
+from stagemesh.models.packed_linear import can_pack, pack_linears
+from stagemesh.models.weights import WeightReader
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Run dtypes by the name that plans and requests use."""
+
+# These scale with the longest sequence of a batch, so a batch would change each sequence's text.
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+class Passthrough(nn.Module):
+    """Stands where another stage's layer was: returns what it is given."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the activation [1, T, D] unchanged."""
+        return hidden_states
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage was; using it is a bug or an unsupported family."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Raise."""
+        raise UnsupportedModel(f"this stage has no {self._name}, but the model's forward uses it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageModel:
+    """A stage ready to run."""
+
+    model: PreTrainedModel
+    """The causal language model with only this stage's parts."""
+    start_layer: int
+    end_layer: int
+    is_first: bool
+    is_last: bool
+    dtype: torch.dtype
+    num_kv_heads: int
+    head_dim: int
+    weight_bytes: int
+    """Bytes of parameters held."""
+    read_bytes: int
+    """Bytes of model files read."""
+
+
+def build_stage(
+    spec: ModelSpec,
+    *,
+    start_layer: int,
+    end_layer: int,
+    dtype: str,
+    device: torch.device,
+    attention: str,
+    on_bytes: Callable[[int], None] | None = None,
+) -> StageModel:
+    """Build and load layers [start_layer, end_layer) of the model.
+
+    Args:
+        spec: the model's headers.
+        start_layer: first layer.
+        end_layer: one past the last layer.
+        dtype: a key of `DTYPES`.
+        device: where the stage runs.
+        attention: name of the registered attention and mask functions.
+        on_bytes: called with the size of each tensor read, from this thread.
+
+    Raises:
+        ConfigError: the dtype or the layer range is not one.
+        UnsupportedModel: the family cannot be run in stages.
+        CheckpointError: a parameter is missing in the checkpoint or has another shape.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if not 0 <= start_layer < end_layer <= spec.num_layers:
+        raise ConfigError(
+            f"layers [{start_layer}, {end_layer}) are not within the model's [0, {spec.num_layers})"
+        )
+    is_first, is_last = start_layer == 0, end_layer == spec.num_layers
+    config = _config(spec, attention=attention)
+    model = _on_meta(config, DTYPES[dtype])
+    _prune(model, range(start_layer, end_layer), is_first=is_first, is_last=is_last)
+    reader = WeightReader(spec, on_bytes=on_bytes)
+    infos = {info.name: info for info in spec.tensors_for_stage(start_layer, end_layer)}
+    _fill(model, infos, reader, device=device, keep_tied=is_first and is_last)
+    _materialize_buffers(model, device=device)
+    _apply_rope_factors(model, spec)
+    model.eval().requires_grad_(requires_grad=False)
+    weight_bytes = sum(p.numel() * p.element_size() for p in _unique_parameters(model))
+    if can_pack(device):
+        _untie_for_packing(model)
+        pack_linears(model)
+    text = config.get_text_config()
+    return StageModel(
+        model=model,
+        start_layer=start_layer,
+        end_layer=end_layer,
+        is_first=is_first,
+        is_last=is_last,
+        dtype=DTYPES[dtype],
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=spec.head_dim,
+        weight_bytes=weight_bytes,
+        read_bytes=reader.read_bytes,
+    )
+
+
+def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
+    """The family's config object, checked for what stages cannot do."""
+    content = copy.deepcopy(dict(spec.config))
+    try:
+        config = AutoConfig.for_model(**content)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{spec.name}: transformers refuses the configuration: {error}"
+        ) from error
+    unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        raise UnsupportedModel(
+            f"{spec.name} ({config.model_type}): layers of type {', '.join(sorted(unknown))} are not "
+            f"supported; supported: {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind in _BATCH_DEPENDENT_ROPE:
+        raise UnsupportedModel(
+            f"{spec.name}: rope type {kind!r} depends on the longest sequence of a batch and is not "
+            "supported"
+        )
+    config._attn_implementation = attention
+    # The eager expert loop is exact for any number of rows; no family gets another by default.
+    config.use_cache = False
+    return config
+
+
+def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UnsupportedModel(
+            f"transformers cannot build {config.model_type} as a causal language model: {error}"
+        ) from error
+    if not model._supports_attention_backend:
+        raise UnsupportedModel(
+            f"{config.model_type}: its class does not use transformers' attention interface, so its "
+            "attention cannot run on stagemesh's KV cache"
+        )
+    return model
+
+
+def _prune(model: PreTrainedModel, kept: range, *, is_first: bool, is_last: bool) -> None:
+    """Leave only the stage's parts in the model."""
+    base = model.base_model
+    plan = getattr(model.config, "base_model_pp_plan", None)
+    if not plan or "layers" not in plan or base is model:
+        raise UnsupportedModel(
+            f"{model.config.model_type}: transformers gives no pipeline plan for this family"
+        )
+    layers: nn.ModuleList = base.get_submodule("layers")  # type: ignore[assignment]
+    for index in range(len(layers)):
+        if index not in kept:
+            layers[index] = Passthrough()
+    names = list(plan)
+    after = names[names.index("layers") + 1 :]
+    if not is_first:
+        model.set_input_embeddings(Elsewhere("token embedding"))
+    if not is_last:
+        for name in after:
+            setattr(base, name, Passthrough())
+        model.set_output_embeddings(Elsewhere("output head"))
+
+
+def _fill(
+    model: PreTrainedModel,
+    infos: dict[str, TensorInfo],
+    reader: WeightReader,
+    *,
+    device: torch.device,
+    keep_tied: bool,
+) -> None:
+    """Read each remaining parameter from the checkpoint."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    head_name = _name_of(model, head)
+    tied_source = None
+    if head_name is not None and f"{head_name}.weight" not in infos:
+        tied_source = next((n for n in infos if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        is_tied_head = head_name is not None and name == f"{head_name}.weight" and tied_source
+        if is_tied_head and keep_tied:
+            continue
+        info = infos.get(tied_source if is_tied_head and tied_source else name)
+        if info is None:
+            raise CheckpointError(f"{reader.spec.path}: the checkpoint has no tensor {name}")
+        if tuple(info.shape) != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{info.file}: tensor {info.source_name} has shape {list(info.shape)}, the model's "
+                f"{name} needs {list(parameter.shape)}"
+            )
+        tensor = reader.read(info, parameter.dtype).to(device)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+    if keep_tied and tied_source is not None:
+        head.weight = embedding.weight
+
+
+def _name_of(model: nn.Module, module: nn.Module | None) -> str | None:
+    if module is None or isinstance(module, Elsewhere):
+        return None
+    return next((name for name, child in model.named_modules() if child is module), None)
+
+
+def _materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies) with the family's own code.
+
+    Raises:
+        UnsupportedModel: a buffer is still without values.
+    """
+    for module in model.modules():
+        own = dict(module.named_buffers(recurse=False))
+        if any(buffer.is_meta for buffer in own.values()):
+            for name, buffer in own.items():
+                module.register_buffer(
+                    name, torch.empty_like(buffer, device=device), persistent=False
+                )
+            _recompute(model, module)
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise UnsupportedModel(f"{model.config.model_type}: no values for {', '.join(left)}")
+
+
+def _recompute(model: PreTrainedModel, module: nn.Module) -> None:
+    """Give a module's buffers the values its constructor would, on the CPU."""
+    if not hasattr(module, "original_inv_freq"):
+        names = ", ".join(name for name, _ in module.named_buffers(recurse=False))
+        raise UnsupportedModel(
+            f"{model.config.model_type}: {type(module).__name__} has buffers ({names}) that are in no "
+            "checkpoint and that stagemesh cannot compute"
+        )
+    fresh = type(module)(module.config)  # type: ignore[call-arg]
+    for name, buffer in fresh.named_buffers(recurse=False):
+        getattr(module, name).copy_(buffer)
+
+
+def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Divide the rotary frequencies by the factors that a GGUF file carries as a tensor."""
+    factors = spec.rope_frequency_factors
+    if factors is None:
+        return
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq"):
+            scale = torch.tensor(factors, dtype=torch.float32, device=module.inv_freq.device)
+            if scale.shape != module.inv_freq.shape:
+                raise CheckpointError(
+                    f"{spec.path}: {len(factors)} rope factors for {module.inv_freq.numel()} frequencies"
+                )
+            module.inv_freq.div_(scale)
+            module.original_inv_freq.div_(scale)
+
+
+def _unique_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def _untie_for_packing(model: PreTrainedModel) -> None:
+    """Give a tied head its own parameter object: packing re-lays the head, the table must stay."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None):
+        head.weight = nn.Parameter(head.weight.data, requires_grad=False)

@@ -1,0 +1,72 @@
+"""Linear layers whose weights lie in memory as oneDNN's kernels read them.
+
+A stage multiplies the same weights with few rows for as long as it lives, so the one-time cost of
+packing pays from the first tokens on. Measured on a 2-core AVX-512 CPU with 1536 x 576 weights
+(`python -m benchmarks.packed_linear` repeats it): one row 1.2 to 2 times faster than
+`torch.nn.functional.linear`, eight rows 1.7 to 2.6 times, in fp32 and in bf16.
+"""
+
+import logging
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+PACKABLE_DTYPES = (torch.float32, torch.bfloat16)
+
+# The block layout depends on the row count that packing is told. Eight suits decode steps of one
+# stream and of many; told one row, oneDNN picks a layout that is slow for all other counts.
+_ROWS_HINT = 8
+
+
+class PackedLinear(nn.Module):
+    """y = x @ W.T + b with W [out, in] packed for oneDNN.
+
+    Takes over the weight of `linear`, which must not be used afterwards.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight_bytes = linear.weight.numel() * linear.weight.element_size()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply.
+
+        Shapes:
+            x: [..., in]; returns [..., out].
+        """
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self.bias, "none", [], ""
+        )
+        return out
+
+
+def can_pack(device: torch.device) -> bool:
+    """Whether this build of torch has the kernels for `device`."""
+    return (
+        device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Replace each plain `nn.Linear` below `module` by a `PackedLinear`; return how many.
+
+    Subclasses of `nn.Linear` keep their own forward. Each weight is freed as soon as it is packed,
+    so the peak is one weight above the resting size.
+    """
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype in PACKABLE_DTYPES:
+                setattr(parent, name, PackedLinear(child))
+                count += 1
+    logger.debug("linears packed", extra={"num_linears": count})
+    return count
