@@ -88,17 +88,23 @@ def header_of(tensor: torch.Tensor) -> tensor_pb2.TensorHeader:
     Raises:
         ConfigError: the tensor cannot travel: a quantised or sub-byte dtype, sparse, or meta.
     """
-    if tensor.dtype not in _WIRE_DTYPES:
-        allowed = ", ".join(dtype_name(dtype) for dtype in DTYPES.values())
-        raise ConfigError(f"dtype {dtype_name(tensor.dtype)} cannot be sent; use one of {allowed}")
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         raise ConfigError(f"a {kind} tensor cannot be sent; make it dense first")
-    return tensor_pb2.TensorHeader(
-        dtype=_WIRE_DTYPES[tensor.dtype],
-        shape=tensor.shape,
-        num_bytes=tensor.numel() * tensor.element_size(),
-    )
+    return header_for(tensor.dtype, tuple(tensor.shape))
+
+
+def header_for(dtype: torch.dtype, shape: tuple[int, ...]) -> tensor_pb2.TensorHeader:
+    """The header of a tensor with that dtype and shape.
+
+    Raises:
+        ConfigError: the dtype cannot travel.
+    """
+    if dtype not in _WIRE_DTYPES:
+        allowed = ", ".join(dtype_name(known) for known in DTYPES.values())
+        raise ConfigError(f"dtype {dtype_name(dtype)} cannot be sent; use one of {allowed}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return tensor_pb2.TensorHeader(dtype=_WIRE_DTYPES[dtype], shape=shape, num_bytes=num_bytes)
 
 
 def check_header(

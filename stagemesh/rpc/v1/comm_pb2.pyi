@@ -238,7 +238,9 @@ class RecvRequest(_message.Message):
     def call(self) -> Global___CommCall: ...
     @_builtins.property
     def expected(self) -> _tensor_pb2.TensorHeader:
-        """When set, a tensor of another dtype or shape is refused and stays undelivered."""
+        """When set, a tensor of another dtype or shape is refused: the caller gets an error that names
+        both and the tensor is dropped, so the next send and receive match again.
+        """
 
     def __init__(
         self,
@@ -297,6 +299,7 @@ class Envelope(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     REDUCE_OP_FIELD_NUMBER: _builtins.int
     ABORT_CAUSE_FIELD_NUMBER: _builtins.int
+    CALLED_WITH_FIELD_NUMBER: _builtins.int
     tag: _builtins.int
     """Mailbox key, with the source rank of the hello."""
     operation: _builtins.str
@@ -306,6 +309,12 @@ class Envelope(_message.Message):
     reduce_op: Global___ReduceOp.ValueType
     abort_cause: _builtins.str
     """Set when the sender aborts the group; no tensor follows."""
+    @_builtins.property
+    def called_with(self) -> _tensor_pb2.TensorHeader:
+        """Collectives: what the sender called the operation with, as the tensor that follows may be a
+        chunk of it or empty. num_bytes is that of the whole tensor.
+        """
+
     def __init__(
         self,
         *,
@@ -314,10 +323,11 @@ class Envelope(_message.Message):
         sequence: _builtins.int = ...,
         reduce_op: Global___ReduceOp.ValueType = ...,
         abort_cause: _builtins.str = ...,
+        called_with: _tensor_pb2.TensorHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["called_with", b"called_with"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_cause", b"abort_cause", "operation", b"operation", "reduce_op", b"reduce_op", "sequence", b"sequence", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_cause", b"abort_cause", "called_with", b"called_with", "operation", b"operation", "reduce_op", b"reduce_op", "sequence", b"sequence", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
