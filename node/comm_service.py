@@ -1,0 +1,299 @@
+"""CommService of the daemon: groups for drivers, and the Exchange streams of other daemons.
+
+A driver joins its rank (JoinGroup) and then sends, receives and reduces through this daemon;
+tensors between ranks go from daemon to daemon. A group lives until LeaveGroup, a higher incarnation
+of it, or the end of the daemon.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc.aio
+import torch
+
+from stagemesh.comm.async_group import AsyncGroup
+from stagemesh.comm.frames import reduce_op_from_proto, spec_from_header
+from stagemesh.comm.grpc_transport import GrpcTransport
+from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    GroupAborted,
+    NotReady,
+    PeerLost,
+    ProtocolError,
+)
+from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES, TensorAssembler, stream_parts
+from stagemesh.rpc.convert import check_version
+from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+COMM_SERVICE_NAME = comm_pb2.DESCRIPTOR.services_by_name["CommService"].full_name
+
+MAX_TIMEOUT_SECONDS = 24 * 3600.0
+MAX_GROUP_SIZE = 4096
+MAX_GROUPS = 1024
+
+# How long a peer's hello waits here for our own driver to join.
+_JOIN_WAIT_SECONDS = 60.0
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Membership:
+    """This daemon's part of a group."""
+
+    group: AsyncGroup
+    transport: GrpcTransport
+
+
+class CommServicer(comm_pb2_grpc.CommServiceServicer):
+    """Serves stagemesh.rpc.v1.CommService for one node."""
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        token: str | None = None,
+        max_tensor_bytes: int = DEFAULT_MAX_TENSOR_BYTES,
+        join_wait_seconds: float = _JOIN_WAIT_SECONDS,
+    ) -> None:
+        """Make a servicer without groups.
+
+        Args:
+            node_id: this node.
+            token: shown to the daemons of other ranks.
+            max_tensor_bytes: larger tensors are refused, from drivers and peers.
+            join_wait_seconds: how long a peer that is early waits for our JoinGroup.
+        """
+        self._node_id = node_id
+        self._token = token
+        self._max_tensor_bytes = max_tensor_bytes
+        self._join_wait = join_wait_seconds
+        self._memberships: dict[str, _Membership] = {}
+        self._joined = asyncio.Condition()
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """Leave all groups. May be called again."""
+        async with self._joined:
+            self._is_closed = True
+            self._joined.notify_all()
+        memberships, self._memberships = list(self._memberships.values()), {}
+        await asyncio.gather(*(member.group.close() for member in memberships))
+
+    def group(self, group_id: str) -> AsyncGroup:
+        """The group that this node has joined.
+
+        Raises:
+            NotReady: it is in no such group.
+        """
+        member = self._memberships.get(group_id)
+        if member is None:
+            raise NotReady(
+                f"node {self._node_id} is in no group {group_id!r}; call JoinGroup first"
+            )
+        return member.group
+
+    async def JoinGroup(  # noqa: N802
+        self, request: comm_pb2.JoinGroupRequest, context: _Context
+    ) -> comm_pb2.JoinGroupReply:
+        """Make this node a rank of a group; a higher incarnation replaces the one before."""
+        check_version(request.version, peer=f"the driver of group {request.group_id!r}")
+        _check_join(request)
+        if self._is_closed:
+            raise NotReady(f"node {self._node_id} is stopping")
+        before = self._memberships.get(request.group_id)
+        if before is not None and before.group.incarnation >= request.incarnation:
+            raise ConfigError(
+                f"node {self._node_id} has joined incarnation {before.group.incarnation} of group "
+                f"{request.group_id!r}; joining again needs a higher one, got {request.incarnation}"
+            )
+        if before is None and len(self._memberships) >= MAX_GROUPS:
+            raise ConfigError(f"node {self._node_id} is in {MAX_GROUPS} groups, which is the limit")
+        async with self._joined:
+            self._memberships[request.group_id] = self._open(request)
+            self._joined.notify_all()
+        if before is not None:
+            await before.group.close()
+        logger.info(
+            "joined group", extra={"group_id": request.group_id, "group_rank": request.rank}
+        )
+        return comm_pb2.JoinGroupReply()
+
+    async def LeaveGroup(  # noqa: N802
+        self, request: comm_pb2.LeaveGroupRequest, context: _Context
+    ) -> comm_pb2.LeaveGroupReply:
+        """Leave a group; leaving one that is not joined is fine, so that it may be repeated."""
+        member = self._memberships.pop(request.group_id, None)
+        if member is not None:
+            await member.group.close()
+        return comm_pb2.LeaveGroupReply()
+
+    async def Send(  # noqa: N802
+        self, request_iterator: AsyncIterator[comm_pb2.CommTensor], context: _Context
+    ) -> comm_pb2.SendReply:
+        """Send the driver's tensor to a rank."""
+        call, requests = await self._first(request_iterator)
+        group = self.group(call.group_id)
+        tensor = await self._read_tensor(requests, group)
+        await group.send(tensor, peer=call.peer_rank, tag=call.tag)
+        return comm_pb2.SendReply()
+
+    async def Recv(  # noqa: N802
+        self, request: comm_pb2.RecvRequest, context: _Context
+    ) -> AsyncIterator[comm_pb2.CommTensor]:
+        """Hand out the next tensor of a rank."""
+        group = self.group(request.call.group_id)
+        has_expected = request.HasField("expected")
+        tensor = await group.recv_tensor(
+            peer=request.call.peer_rank,
+            tag=request.call.tag,
+            expected=spec_from_header(request.expected) if has_expected else None,
+        )
+        async for part in stream_parts(tensor):
+            yield comm_pb2.CommTensor(part=part)
+
+    async def AllReduce(  # noqa: N802
+        self, request_iterator: AsyncIterator[comm_pb2.CommTensor], context: _Context
+    ) -> AsyncIterator[comm_pb2.CommTensor]:
+        """Reduce the driver's tensor with those of the other ranks' drivers."""
+        call, requests = await self._first(request_iterator)
+        group = self.group(call.group_id)
+        op = reduce_op_from_proto(call.reduce_op)
+        tensor = await self._read_tensor(requests, group)
+        await group.all_reduce(tensor, op=op)
+        async for part in stream_parts(tensor):
+            yield comm_pb2.CommTensor(part=part)
+
+    async def Exchange(  # noqa: N802
+        self, request_iterator: AsyncIterator[comm_pb2.ExchangeFrame], context: _Context
+    ) -> AsyncIterator[comm_pb2.ExchangeAck]:
+        """Take another rank's messages, for as long as the group lives."""
+        frames = aiter(request_iterator)
+        async with asyncio.timeout(self._join_wait):
+            first = await anext(frames, None)
+        if first is None or not first.HasField("hello"):
+            raise ProtocolError("the first frame of an Exchange stream must be a hello")
+        hello = first.hello
+        check_version(hello.version, peer=f"rank {hello.source_rank} of group {hello.group_id!r}")
+        member = await self._wait_joined(hello)
+        group = member.group
+        if hello.target_rank != group.rank or not 0 <= hello.source_rank < group.size:
+            raise ProtocolError(
+                f"hello from rank {hello.source_rank} to rank {hello.target_rank} reached rank "
+                f"{group.rank} of {group.size} in group {hello.group_id!r}; "
+                "the members' addresses differ between the ranks"
+            )
+        acks = member.transport.serve_peer(hello.source_rank, frames)
+        async with contextlib.aclosing(acks):
+            async for ack in acks:
+                yield ack
+
+    def _open(self, request: comm_pb2.JoinGroupRequest) -> _Membership:
+        transport = GrpcTransport(
+            request.rank,
+            peers=[
+                PeerAddress(rank=rank, node_id=member.node_id, address=member.address)
+                for rank, member in enumerate(request.members)
+            ],
+            group_id=request.group_id,
+            incarnation=request.incarnation,
+            token=self._token,
+            timeout_seconds=request.timeout_seconds,
+            max_tensor_bytes=self._max_tensor_bytes,
+        )
+        group = AsyncGroup(
+            transport, group_id=request.group_id, timeout_seconds=request.timeout_seconds
+        )
+        return _Membership(group=group, transport=transport)
+
+    async def _wait_joined(self, hello: comm_pb2.ExchangeHello) -> _Membership:
+        def is_decided() -> bool:
+            member = self._memberships.get(hello.group_id)
+            return self._is_closed or (
+                member is not None and member.group.incarnation >= hello.incarnation
+            )
+
+        try:
+            async with asyncio.timeout(self._join_wait), self._joined:
+                await self._joined.wait_for(is_decided)
+        except TimeoutError:
+            raise NotReady(
+                f"node {self._node_id} has not joined incarnation {hello.incarnation} of group "
+                f"{hello.group_id!r} in {self._join_wait:g} s"
+            ) from None
+        member = self._memberships.get(hello.group_id)
+        if member is None:
+            raise NotReady(f"node {self._node_id} is stopping")
+        if member.group.incarnation > hello.incarnation:
+            raise GroupAborted(
+                f"incarnation {hello.incarnation} of group {hello.group_id!r} is over; node "
+                f"{self._node_id} has joined {member.group.incarnation}"
+            )
+        return member
+
+    async def _first(
+        self, requests: AsyncIterator[comm_pb2.CommTensor]
+    ) -> tuple[comm_pb2.CommCall, AsyncIterator[comm_pb2.CommTensor]]:
+        """The call of a driver's stream, and the stream with its first message still in it."""
+        rest = aiter(requests)
+        try:
+            async with asyncio.timeout(self._join_wait):
+                first = await anext(rest, None)
+        except TimeoutError:
+            raise PeerLost(f"the driver sent nothing in {self._join_wait:g} s") from None
+        if first is None or not first.HasField("call"):
+            raise ProtocolError("the first message of the stream must name the call")
+
+        async def whole() -> AsyncIterator[comm_pb2.CommTensor]:
+            yield first
+            async for request in rest:
+                yield request
+
+        return first.call, whole()
+
+    async def _read_tensor(
+        self, requests: AsyncIterator[comm_pb2.CommTensor], group: AsyncGroup
+    ) -> torch.Tensor:
+        """The one tensor of a driver's stream, within the group's timeout."""
+        assembler = TensorAssembler(max_bytes=self._max_tensor_bytes)
+        tensor: torch.Tensor | None = None
+        try:
+            async with asyncio.timeout(group.timeout_seconds):
+                async for request in requests:
+                    if tensor is not None:
+                        raise ProtocolError("more data came after the tensor was whole")
+                    tensor = assembler.add(request.part)
+        except TimeoutError:
+            raise CollectiveTimeout(
+                f"the driver of rank {group.rank} did not send its tensor in "
+                f"{group.timeout_seconds:g} s"
+            ) from None
+        assembler.finish()
+        if tensor is None:
+            raise ProtocolError("the stream ended without a tensor")
+        return tensor
+
+
+def _check_join(request: comm_pb2.JoinGroupRequest) -> None:
+    size = len(request.members)
+    if not request.group_id:
+        raise ConfigError("group_id must not be empty")
+    if not 1 <= size <= MAX_GROUP_SIZE:
+        raise ConfigError(f"a group has 1 to {MAX_GROUP_SIZE} members, got {size}")
+    if request.rank >= size:
+        raise ConfigError(f"rank must be in [0, {size}), got {request.rank}")
+    if not 0 < request.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"timeout_seconds must be in (0, {MAX_TIMEOUT_SECONDS:g}], got "
+            f"{request.timeout_seconds}"
+        )
+    if any(not member.address or not member.node_id for member in request.members):
+        raise ConfigError("each member needs a node_id and an address")

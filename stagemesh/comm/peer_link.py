@@ -1,0 +1,211 @@
+"""The sending half of two ranks' connection: one long-lived Exchange stream to a peer.
+
+open       channel ready -> hello -> accepted
+send       wait for credit, then all frames of one tensor; tensors never interleave
+broken     the stream ended, or a send was cut off: what arrived is unknown, so nothing is
+           repeated and every later send raises PeerLost
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import torch
+
+from stagemesh.comm.frames import abort_frame, frames_of
+from stagemesh.comm.mailbox import CreditWindow, message_cost
+from stagemesh.comm.tasks import cancel_and_wait
+from stagemesh.comm.transport import Envelope
+from stagemesh.errors import CommError, PeerLost, ProtocolError
+from stagemesh.rpc.channels import open_channel, wait_ready
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.status import from_rpc_error
+from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """Where a rank of a group is."""
+
+    rank: int
+    node_id: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (node {self.node_id} at {self.address})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkConfig:
+    """What all links of a transport share."""
+
+    group_id: str
+    incarnation: int
+    source_rank: int
+    token: str | None
+    capacity_bytes: int
+    chunk_bytes: int
+    connect_seconds: float
+    """Limit of connecting, beside the deadline of the operation that needs the link."""
+
+
+class PeerLink:
+    """The stream to one peer. Made by `open_link`."""
+
+    def __init__(
+        self,
+        peer: PeerAddress,
+        *,
+        config: LinkConfig,
+        channel: grpc.aio.Channel,
+        call: "grpc.aio.StreamStreamCall[comm_pb2.ExchangeFrame, comm_pb2.ExchangeAck]",
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self._peer = peer
+        self._config = config
+        self._channel = channel
+        self._call = call
+        self._on_broken = on_broken
+        self._broken = ""
+        self._window = CreditWindow(capacity_bytes=config.capacity_bytes)
+        # Frames of two tensors on one stream could not be told apart.
+        self._writing = asyncio.Lock()
+        self._acks = asyncio.ensure_future(self._read_acks())
+
+    async def send(self, envelope: Envelope, tensor: torch.Tensor) -> None:
+        """Send one message.
+
+        Raises:
+            PeerLost: the link is broken, or breaks now.
+        """
+        cost = message_cost(tensor.numel() * tensor.element_size())
+        async with self._writing:
+            await self._window.acquire(cost)
+            try:
+                frames = frames_of(envelope, tensor, chunk_bytes=self._config.chunk_bytes)
+                async with contextlib.aclosing(frames):
+                    async for frame in frames:
+                        await self._write(frame)
+            except BaseException as error:
+                # Also when cancelled: the peer waits for the rest of a tensor that never comes.
+                self._break(f"a send was cut off ({type(error).__name__})")
+                self._call.cancel()
+                raise
+
+    async def notify_abort(self, cause: str) -> None:
+        """Tell the peer that the group is aborted."""
+        async with self._writing:
+            await self._write(abort_frame(cause))
+
+    async def close(self) -> None:
+        """End the stream; the peer still takes what was sent."""
+        self._broken = self._broken or "this rank left the group"
+        with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._call.done_writing()
+                # Ends when the peer has read all and closed its side.
+                await asyncio.wait({self._acks})
+        await cancel_and_wait([self._acks])
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _write(self, frame: comm_pb2.ExchangeFrame) -> None:
+        if self._broken:
+            raise self._lost()
+        try:
+            await self._call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # The reader of acks learns why the stream ended.
+            await asyncio.wait({self._acks}, timeout=_CLOSE_SECONDS)
+            self._break("its stream ended")
+            raise self._lost() from error
+
+    async def _read_acks(self) -> None:
+        try:
+            while True:
+                ack = await self._call.read()
+                if ack is grpc.aio.EOF:
+                    break
+                assert isinstance(ack, comm_pb2.ExchangeAck)
+                self._window.release(ack.credit_bytes)
+            # The stream is over; its status tells why.
+            code, details = await self._call.code(), await self._call.details()
+            ended = "it left the group" if code is grpc.StatusCode.OK else f"{code.name} {details}"
+            self._break(ended)
+        except grpc.aio.AioRpcError as error:
+            self._break(f"{error.code().name} {error.details()}")
+
+    def _break(self, reason: str) -> None:
+        if self._broken:
+            return
+        self._broken = reason
+        self._window.fail(self._lost)
+        self._on_broken(str(self._lost()))
+
+    def _lost(self) -> CommError:
+        return PeerLost(
+            f"{self._peer} is lost to group {self._config.group_id}: {self._broken}",
+            rank=self._peer.rank,
+            node_id=self._peer.node_id,
+        )
+
+
+async def open_link(
+    peer: PeerAddress, *, config: LinkConfig, on_broken: Callable[[str], None]
+) -> PeerLink:
+    """Connect to a peer and wait until it accepts us. The caller may cancel at its deadline.
+
+    Raises:
+        PeerLost: the peer cannot be reached.
+        StagemeshError: the peer refuses; the class is the peer's (VersionMismatch, ...).
+    """
+    channel = open_channel(peer.address, token=config.token, kind="data")
+    try:
+        await _wait_connected(channel, peer, config)
+        # No timeout: the stream lives as long as the group.
+        call = comm_pb2_grpc.CommServiceStub(channel).Exchange()
+        async with asyncio.timeout(config.connect_seconds):
+            await call.write(_hello(peer, config))
+            ack = await call.read()
+        if not isinstance(ack, comm_pb2.ExchangeAck) or not ack.accepted:
+            raise ProtocolError(f"{peer} answered the hello without accepting it")
+    except BaseException as error:
+        await channel.close()
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise from_rpc_error(error, operation="Exchange", peer=str(peer)) from error
+        if isinstance(error, TimeoutError):
+            raise _unreachable(peer, config, "it did not answer the hello") from error
+        raise
+    return PeerLink(peer, config=config, channel=channel, call=call, on_broken=on_broken)
+
+
+async def _wait_connected(channel: grpc.aio.Channel, peer: PeerAddress, config: LinkConfig) -> None:
+    try:
+        await wait_ready(channel, address=peer.address, timeout_seconds=config.connect_seconds)
+    except PeerLost as error:
+        raise _unreachable(peer, config, str(error)) from error
+
+
+def _unreachable(peer: PeerAddress, config: LinkConfig, why: str) -> PeerLost:
+    return PeerLost(
+        f"{peer} cannot be reached for group {config.group_id}: {why}",
+        rank=peer.rank,
+        node_id=peer.node_id,
+    )
+
+
+def _hello(peer: PeerAddress, config: LinkConfig) -> comm_pb2.ExchangeFrame:
+    return comm_pb2.ExchangeFrame(
+        hello=comm_pb2.ExchangeHello(
+            version=our_version(),
+            group_id=config.group_id,
+            incarnation=config.incarnation,
+            source_rank=config.source_rank,
+            target_rank=peer.rank,
+        )
+    )

@@ -1,0 +1,133 @@
+"""Comm services on loopback, and drivers that call them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from node.comm_service import COMM_SERVICE_NAME, CommServicer
+from stagemesh.comm.frames import reduce_op_to_proto
+from stagemesh.comm.reduce import ReduceOp
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.codec import TensorAssembler, encode_parts, header_of
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.server import RpcServer, Service
+from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+
+
+@dataclass
+class Daemon:
+    """One comm service and a driver's stub to it."""
+
+    node_id: str
+    servicer: CommServicer
+    server: RpcServer
+    stub: comm_pb2_grpc.CommServiceStub
+    stack: contextlib.AsyncExitStack = field(repr=False)
+
+    async def stop(self) -> None:
+        await self.stack.aclose()
+
+
+async def start_daemon(
+    node_id: str, *, token: str | None = None, bind: str = "127.0.0.1:0", **settings: float
+) -> Daemon:
+    async with contextlib.AsyncExitStack() as stack:
+        servicer = CommServicer(node_id=node_id, token=token, **settings)
+        service = Service(
+            name=COMM_SERVICE_NAME,
+            servicer=servicer,
+            add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+        )
+        server = RpcServer(bind, services=[service], token=token, node_id=node_id)
+        await stack.enter_async_context(server)
+        stack.push_async_callback(servicer.close)
+        channel = open_channel(server.address, token=token, kind="data")
+        stack.push_async_callback(channel.close)
+        stub = comm_pb2_grpc.CommServiceStub(channel)
+        return Daemon(node_id, servicer, server, stub, stack.pop_all())
+
+
+@contextlib.asynccontextmanager
+async def daemons(size: int, **settings: float) -> AsyncIterator[list[Daemon]]:
+    started: list[Daemon] = []
+    try:
+        for index in range(size):
+            started.append(await start_daemon(f"n{index}", **settings))
+        yield started
+    finally:
+        await asyncio.gather(*(daemon.stop() for daemon in started))
+
+
+async def join(
+    members: Sequence[Daemon],
+    *,
+    group_id: str = "g",
+    incarnation: int = 1,
+    timeout_seconds: float = 5.0,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Make the daemons a group in this order; `ranks` limits who is told."""
+    for rank in range(len(members)) if ranks is None else ranks:
+        await members[rank].stub.JoinGroup(
+            comm_pb2.JoinGroupRequest(
+                version=our_version(),
+                group_id=group_id,
+                incarnation=incarnation,
+                rank=rank,
+                members=[
+                    comm_pb2.GroupMember(node_id=m.node_id, address=m.server.address)
+                    for m in members
+                ],
+                timeout_seconds=timeout_seconds,
+            )
+        )
+
+
+async def _stream(
+    call: comm_pb2.CommCall, tensor: torch.Tensor
+) -> AsyncIterator[comm_pb2.CommTensor]:
+    head: comm_pb2.CommCall | None = call
+    for part in encode_parts(tensor):
+        yield comm_pb2.CommTensor(call=head, part=part)
+        head = None
+
+
+async def _collect(replies: AsyncIterator[comm_pb2.CommTensor]) -> torch.Tensor:
+    assembler = TensorAssembler()
+    tensor = None
+    async for reply in replies:
+        tensor = assembler.add(reply.part)
+    assert tensor is not None
+    return tensor
+
+
+async def send(
+    daemon: Daemon, tensor: torch.Tensor, *, peer: int, tag: int = 0, group_id: str = "g"
+) -> None:
+    call = comm_pb2.CommCall(group_id=group_id, peer_rank=peer, tag=tag)
+    await daemon.stub.Send(_stream(call, tensor), timeout=30)
+
+
+async def recv(
+    daemon: Daemon,
+    *,
+    peer: int,
+    tag: int = 0,
+    like: torch.Tensor | None = None,
+    group_id: str = "g",
+) -> torch.Tensor:
+    call = comm_pb2.CommCall(group_id=group_id, peer_rank=peer, tag=tag)
+    expected = None if like is None else header_of(like)
+    return await _collect(
+        daemon.stub.Recv(comm_pb2.RecvRequest(call=call, expected=expected), timeout=30)
+    )
+
+
+async def all_reduce(
+    daemon: Daemon, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, group_id: str = "g"
+) -> torch.Tensor:
+    call = comm_pb2.CommCall(group_id=group_id, reduce_op=reduce_op_to_proto(op))
+    return await _collect(daemon.stub.AllReduce(_stream(call, tensor), timeout=30))
