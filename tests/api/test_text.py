@@ -90,3 +90,12 @@ async def test_echo_without_tokens_asks_the_model_for_nothing() -> None:
         assert (choice["text"], choice["finish_reason"]) == ("ABC", "length")
         assert answer["usage"]["completion_tokens"] == 0
         assert api.engine.requests == []
+
+
+async def test_a_choice_that_stopped_draws_no_more_while_others_go_on() -> None:
+    async with open_api(alphabet()) as api:
+        answer = await api.ask(COMPLETIONS, prompt=["C", "H"], stop="FG", max_tokens=50)
+        reasons = [choice["finish_reason"] for choice in answer["choices"]]
+        assert reasons == ["stop", "length"]
+        assert answer["usage"]["completion_tokens"] == 4 + 50
+        assert api.engine.num_drawn <= 4 + 50 + 1
