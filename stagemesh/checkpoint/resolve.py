@@ -25,6 +25,8 @@ def resolve_model(reference: str) -> Path:
     Raises:
         ModelNotFound: nothing is there; the message says what was tried.
     """
+    if not reference:  # as a path it would be the current folder
+        raise ModelNotFound("the model's name is empty; give a folder, a .gguf file or a name")
     path = Path(reference)
     try:
         if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):

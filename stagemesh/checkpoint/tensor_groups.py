@@ -60,7 +60,7 @@ def group_tensors(
         CheckpointError: a layer, the token table or an untied head is missing.
     """
     outside: list[TensorInfo] = []
-    layers: list[list[TensorInfo]] = [[] for _ in range(num_layers)]
+    by_layer: dict[int, list[TensorInfo]] = {}
     for info in tensors:
         if _is_computed(info):
             continue
@@ -68,7 +68,7 @@ def group_tensors(
         if match is None:
             outside.append(info)
         elif int(match[1]) < num_layers:
-            layers[int(match[1])].append(info)
+            by_layer.setdefault(int(match[1]), []).append(info)
     head = [info for info in outside if _HEAD.search(info.name)]
     rest = [info for info in outside if not _HEAD.search(info.name)]
     first = [info for info in rest if _FIRST_STAGE.search(info.name)]
@@ -78,7 +78,9 @@ def group_tensors(
         raise CheckpointError(
             f"{where}: tensor lm_head.weight is missing and tie_word_embeddings is false"
         )
-    _check_layers(layers, allow_missing=allow_missing, where=where)
+    layers = _list_layers(by_layer, num_layers=num_layers, where=where)
+    if not allow_missing:
+        _check_layers(layers, where=where)
     is_copy = tie_word_embeddings and head_weight is not None and same_data(head_weight, embedding)
     return TensorGroups(
         embedding=embedding,
@@ -107,19 +109,28 @@ def _find_embedding(candidates: list[TensorInfo], *, where: str) -> TensorInfo:
     )
 
 
-def _check_layers(layers: list[list[TensorInfo]], *, allow_missing: bool, where: str) -> None:
-    """Refuses a layer with no tensor, or with a part of what another layer has.
+def _list_layers(
+    by_layer: dict[int, list[TensorInfo]], *, num_layers: int, where: str
+) -> list[list[TensorInfo]]:
+    """All layers in order. Stops at the first that is missing, so a huge count costs nothing."""
+    layers: list[list[TensorInfo]] = []
+    for index in range(num_layers):
+        if index not in by_layer:
+            raise CheckpointError(
+                f"{where}: missing keys: no tensor of layer {index} is in a file; "
+                f"the config says {num_layers} layers"
+            )
+        layers.append(by_layer[index])
+    return layers
+
+
+def _check_layers(layers: list[list[TensorInfo]], *, where: str) -> None:
+    """Refuses a layer that holds only a part of what another layer holds.
 
     Layers of different kinds (dense and sparse ones, say) each have something that the other
     kind lacks, so neither is a part of the other.
     """
-    names_by_layer: list[frozenset[str]] = []
-    for index, layer in enumerate(layers):
-        if not layer:
-            raise CheckpointError(f"{where}: missing keys: no tensor of layer {index} is in a file")
-        names_by_layer.append(frozenset(_name_in_layer(info.name) for info in layer))
-    if allow_missing:
-        return
+    names_by_layer = [frozenset(_name_in_layer(info.name) for info in layer) for layer in layers]
     kinds = set(names_by_layer)
     for index, names in enumerate(names_by_layer):
         larger = next((kind for kind in kinds if names < kind), None)
