@@ -87,7 +87,7 @@ def offenders(pattern: re.Pattern[str], *, allowed: set[str]) -> list[str]:
 def imported_names(source: str) -> set[str]:
     """All modules and names that a source imports, at any depth."""
     names: set[str] = set()
-    for item in ast.walk(ast.parse(source, filename=source[:60])):
+    for item in ast.walk(ast.parse(source)):
         if isinstance(item, ast.Import):
             names |= {alias.name for alias in item.names}
         elif isinstance(item, ast.ImportFrom):
