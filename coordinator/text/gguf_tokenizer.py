@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from coordinator.text.metadata import gguf_array
 from coordinator.text.pieces import SPACE_MARK, Spelling
 from stagemesh.errors import CheckpointError, UnsupportedModel
 
@@ -88,7 +89,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
         CheckpointError: entries are missing or contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = [str(token) for token in metadata.get("tokenizer.ggml.tokens", ())]
+    tokens = [str(token) for token in gguf_array(metadata, "tokens")]
     if not tokens:
         raise CheckpointError("the GGUF has no tokenizer.ggml.tokens, so text cannot be encoded")
     if kind == "gpt2":
@@ -114,7 +115,7 @@ def _byte_level(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTo
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" not in metadata:
         raise CheckpointError("the GGUF has a byte-level vocabulary but no tokenizer.ggml.merges")
-    merges = _read_merges(metadata["tokenizer.ggml.merges"], vocabulary=vocabulary)
+    merges = _read_merges(gguf_array(metadata, "merges"), vocabulary=vocabulary)
     backend = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignores_merges)
     )
@@ -133,9 +134,9 @@ def _byte_level(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTo
 def _sentencepiece(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" in metadata:
-        merges = _read_merges(metadata["tokenizer.ggml.merges"], vocabulary=vocabulary)
+        merges = _read_merges(gguf_array(metadata, "merges"), vocabulary=vocabulary)
     else:
-        scores = [float(score) for score in metadata.get("tokenizer.ggml.scores", ())]
+        scores = [float(score) for score in gguf_array(metadata, "scores")]
         if len(scores) != len(tokens):
             raise CheckpointError(
                 f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
@@ -163,7 +164,7 @@ def _read_merges(entries: Sequence[str], *, vocabulary: Mapping[str, int]) -> li
     """Merges "left right" as pairs, each checked against the vocabulary."""
     merges = []
     for entry in entries:
-        left, _, right = entry.partition(" ")
+        left, _, right = str(entry).partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise CheckpointError(
                 f"tokenizer.ggml.merges holds {entry!r}, whose parts or result are not tokens"
@@ -195,7 +196,7 @@ def _mark_added_tokens(
     backend: Tokenizer, *, tokens: Sequence[str], metadata: Mapping[str, Any]
 ) -> None:
     """Make control tokens special and user-defined ones whole: neither is cut or merged."""
-    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())]
+    types = [int(kind) for kind in gguf_array(metadata, "token_type")]
     if types and len(types) != len(tokens):
         raise CheckpointError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"

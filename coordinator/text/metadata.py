@@ -6,7 +6,7 @@ chat_template.jinja (or .json); a GGUF file has it in its metadata. Both become 
 
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,6 @@ def folder_metadata(spec: ModelSpec) -> TextMetadata:
     folder = Path(spec.path)
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = {**_read_json(folder / "special_tokens_map.json"), **config}
-    added = config.get("added_tokens_decoder") or {}
-    if not isinstance(added, Mapping):
-        raise CheckpointError(
-            f"{folder}/tokenizer_config.json: added_tokens_decoder is not an object"
-        )
     generation = _read_json(folder / "generation_config.json")
     sources = (generation.get("eos_token_id"), spec.config.get("eos_token_id"))
     return TextMetadata(
@@ -52,14 +47,17 @@ def folder_metadata(spec: ModelSpec) -> TextMetadata:
         adds_bos=_flag(config.get("add_bos_token")),
         eos_token_ids=_token_ids(*sources, spec.eos_token_ids),
         chat_template=_folder_template(folder, config),
-        added_tokens=tuple(added[key] for key in sorted(added, key=int)),
+        added_tokens=_added_tokens(config.get("added_tokens_decoder") or {}, folder=folder),
     )
 
 
 def gguf_metadata(spec: ModelSpec) -> TextMetadata:
     """Read the text settings from the metadata of a GGUF file."""
     metadata = spec.gguf_metadata or {}
-    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    tokens = gguf_array(metadata, "tokens")
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError("tokenizer.chat_template of the GGUF is not text")
     special_tokens = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -70,8 +68,20 @@ def gguf_metadata(spec: ModelSpec) -> TextMetadata:
         special_tokens=special_tokens,
         adds_bos=_flag(metadata.get("tokenizer.ggml.add_bos_token")),
         eos_token_ids=_token_ids(*ends, spec.config.get("eos_token_id"), spec.eos_token_ids),
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template,
     )
+
+
+def gguf_array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """An array of the tokenizer's entries in a GGUF; empty where there is none.
+
+    Raises:
+        CheckpointError: the entry is no array.
+    """
+    value = metadata.get(f"tokenizer.ggml.{name}", ())
+    if not isinstance(value, (list, tuple)):
+        raise CheckpointError(f"tokenizer.ggml.{name} must be an array, not {type(value).__name__}")
+    return value
 
 
 def text_metadata(spec: ModelSpec) -> TextMetadata:
@@ -102,6 +112,18 @@ def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
+def _added_tokens(entries: Any, *, folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """Entries of added_tokens_decoder in order of their ids, which are written as text."""
+    is_valid = isinstance(entries, dict) and all(
+        key.isdecimal() and isinstance(entry, dict) for key, entry in entries.items()
+    )
+    if not is_valid:
+        raise CheckpointError(
+            f"{folder}/tokenizer_config.json: added_tokens_decoder must map ids to objects"
+        )
+    return tuple(entries[key] for key in sorted(entries, key=int))
+
+
 def _flag(value: object) -> bool | None:
     return None if value is None else bool(value)
 
@@ -124,12 +146,19 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: its own file comes before the entry of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = config.get("chat_template") if template is None else template
     if isinstance(template, list):
         # Several named templates: the others are for tools and retrieval.
-        named = {entry.get("name"): entry.get("template") for entry in template}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, Mapping)
+        }
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(

@@ -65,7 +65,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._adds_bos = bool(metadata.adds_bos)
         self._model_vocab_size = model_vocab_size
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = max(backend.get_vocab().values(), default=-1) + 1
         self.bos_token: str | None = metadata.special_tokens.get("bos_token")
         self.eos_token: str | None = metadata.special_tokens.get("eos_token")
         self.bos_token_id: int | None = self._id_of(self.bos_token)
