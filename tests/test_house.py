@@ -59,6 +59,8 @@ STUB_USERS = {
     "coordinator/service.py": "serves the coordinator's service",
     "coordinator/server.py": "registers what it serves",
     "coordinator/node_link.py": "client of the node service",
+    "coordinator/commands/status.py": "client of the coordinator's service",
+    "coordinator/commands/render.py": "prints its answers",
 }
 
 
