@@ -45,22 +45,10 @@ def byte_tokenizer(
     return backend
 
 
-SP_PIECES: tuple[str, ...] = (
-    "\u2581",
-    "h",
-    "i",
-    "e",
-    "l",
-    "o",
-    "w",
-    "r",
-    "d",
-    "he",
-    "ll",
-    "hell",
-    "hello",
+SP_PIECES = (
+    *("\u2581", "h", "i", "e", "l", "o", "w", "r", "d", "he", "ll", "hell", "hello", "\u2581hello"),
+    *("\u2581w", "or", "\u2581wor", "ld", "\u2581world", "lo", "llo", "ell"),
 )
-SP_PIECES += ("\u2581hello", "\u2581w", "or", "\u2581wor", "ld", "\u2581world", "lo", "llo", "ell")
 SP_SPECIALS = ("<unk>", "<s>", "</s>")
 
 

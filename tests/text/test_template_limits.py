@@ -60,7 +60,7 @@ GREEDY = [
     ("{{ [range(99999)|list] * 99999 | map('sum') | list }}", "."),
     ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "longer than"),
     ("{{ messages[0].content * 20000000 }}", "longer than"),
-    ("{{ ('a'*30)|replace('', 'b'*999)|replace('', 'c'*9999)|length }}", "."),
+    ("{{ ('a'*30)|replace('', 'b'*999)|replace('', 'c'*99999)|length }}", "MemoryError"),
 ]
 
 
