@@ -223,7 +223,6 @@ class AsyncGroup:
 
     async def close(self) -> None:
         """Leave the group: later operations raise, and the peers find this rank gone."""
-        self._transport.mailbox.abort(f"rank {self.rank} has left group {self.group_id}")
         await self._transport.close()
 
     def _begin(self, operation: str, *, tensor: torch.Tensor, op: ReduceOp) -> CollectiveCall:

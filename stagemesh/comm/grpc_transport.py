@@ -21,6 +21,7 @@ from stagemesh.comm.tasks import cancel_and_wait, run_together
 from stagemesh.comm.transport import Envelope, Message
 from stagemesh.errors import (
     CapacityExceeded,
+    CommError,
     GroupAborted,
     ProtocolError,
     StagemeshError,
@@ -75,6 +76,7 @@ class GrpcTransport:
         )
         self._links: dict[int, PeerLink] = {}
         self._opening: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._is_closing = False
         self._incoming: set[int] = set()
         self._served: set[int] = set()
         self._credit: Counter[int] = Counter()
@@ -122,7 +124,8 @@ class GrpcTransport:
 
     async def close(self) -> None:
         """End all links, in both directions."""
-        self._mailbox.abort("this rank has left the group")
+        self._is_closing = True
+        self._mailbox.abort(f"rank {self._rank} has left the group")
         links, self._links = list(self._links.values()), {}
         await run_together(link.close() for link in links)
 
@@ -156,6 +159,8 @@ class GrpcTransport:
             while not reading.done():
                 await wake.wait()
                 wake.clear()
+                if self._is_closing:
+                    return
                 self._mailbox.raise_if_aborted()
                 credit = self._credit.pop(source_rank, 0)
                 if credit:
@@ -194,15 +199,17 @@ class GrpcTransport:
                 self._links[peer_rank] = await open_link(
                     self._peers[peer_rank],
                     config=self._config,
-                    on_broken=lambda reason: self._on_broken(peer_rank, reason),
+                    on_broken=lambda error: self._on_broken(peer_rank, error),
                 )
             return self._links[peer_rank]
 
-    def _on_broken(self, peer_rank: int, reason: str) -> None:
+    def _on_broken(self, peer_rank: int, error: CommError) -> None:
+        if isinstance(error, GroupAborted):
+            self._mailbox.abort(f"{self._peers[peer_rank]} aborted the group: {error}")
         # While the peer's own stream is open, what it sent is still on its way: that stream's end
         # is what tells that nothing more comes.
         if peer_rank not in self._incoming:
-            self._lose(peer_rank, reason)
+            self._lose(peer_rank, str(error))
 
     def _lose(self, peer_rank: int, reason: str) -> None:
         self._mailbox.fail_source(peer_rank, reason, node_id=self._peers[peer_rank].node_id)

@@ -81,6 +81,12 @@ class LocalNetwork:
             if rank in (source, target):
                 window.fail(lambda: _dropped_error(rank))
 
+    def leave(self, rank: int, *, incarnation: int) -> None:
+        """Tell the other ranks of an incarnation that a rank has left."""
+        for peer, mailbox in self._mailboxes.items():
+            if peer != rank and mailbox.incarnation == incarnation:
+                mailbox.fail_source(rank, f"rank {rank} is lost: it left the group")
+
     def window(self, source: int, target: int) -> CreditWindow:
         """Credit from one rank to another."""
         return self._windows[source, target]
@@ -162,4 +168,6 @@ class LocalTransport:
         )
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Leave; the other ranks find this one gone."""
+        self._mailbox.abort(f"rank {self._rank} has left the group")
+        self._network.leave(self._rank, incarnation=self._mailbox.incarnation)

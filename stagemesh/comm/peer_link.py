@@ -19,7 +19,7 @@ from stagemesh.comm.frames import abort_frame, frames_of
 from stagemesh.comm.mailbox import CreditWindow, message_cost
 from stagemesh.comm.tasks import cancel_and_wait
 from stagemesh.comm.transport import Envelope
-from stagemesh.errors import CommError, PeerLost, ProtocolError
+from stagemesh.errors import CommError, GroupAborted, PeerLost, ProtocolError
 from stagemesh.rpc.channels import open_channel, wait_ready
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.status import from_rpc_error
@@ -64,7 +64,7 @@ class PeerLink:
         config: LinkConfig,
         channel: grpc.aio.Channel,
         call: "grpc.aio.StreamStreamCall[comm_pb2.ExchangeFrame, comm_pb2.ExchangeAck]",
-        on_broken: Callable[[str], None],
+        on_broken: Callable[[CommError], None],
     ) -> None:
         self._peer = peer
         self._config = config
@@ -133,11 +133,12 @@ class PeerLink:
                     break
                 assert isinstance(ack, comm_pb2.ExchangeAck)
                 self._window.release(ack.credit_bytes)
-            # The stream is over; its status tells why.
-            code, details = await self._call.code(), await self._call.details()
-            ended = "it left the group" if code is grpc.StatusCode.OK else f"{code.name} {details}"
-            self._break(ended)
+            self._break("it left the group")
         except grpc.aio.AioRpcError as error:
+            cause = from_rpc_error(error, operation="Exchange", peer=str(self._peer))
+            if isinstance(cause, GroupAborted):
+                # The peer's abort reaches us on this stream or on its own, whichever is faster.
+                self._on_broken(cause)
             self._break(f"{error.code().name} {error.details()}")
 
     def _break(self, reason: str) -> None:
@@ -145,7 +146,7 @@ class PeerLink:
             return
         self._broken = reason
         self._window.fail(self._lost)
-        self._on_broken(str(self._lost()))
+        self._on_broken(self._lost())
 
     def _lost(self) -> CommError:
         return PeerLost(
@@ -156,7 +157,7 @@ class PeerLink:
 
 
 async def open_link(
-    peer: PeerAddress, *, config: LinkConfig, on_broken: Callable[[str], None]
+    peer: PeerAddress, *, config: LinkConfig, on_broken: Callable[[CommError], None]
 ) -> PeerLink:
     """Connect to a peer and wait until it accepts us. The caller may cancel at its deadline.
 

@@ -102,4 +102,4 @@ class Transport(Protocol):
         """Tell all peers that this rank aborts the group; bounded, and silent where it fails."""
 
     async def close(self) -> None:
-        """Let go of all links. May be called again."""
+        """Leave: wake what waits here, let go of all links. May be called again."""

@@ -1,6 +1,5 @@
 """Comm services on loopback, and drivers that call them."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -52,13 +51,11 @@ async def start_daemon(
 
 @contextlib.asynccontextmanager
 async def daemons(size: int, **settings: float) -> AsyncIterator[list[Daemon]]:
-    started: list[Daemon] = []
-    try:
-        for index in range(size):
-            started.append(await start_daemon(f"n{index}", **settings))
+    async with contextlib.AsyncExitStack() as stack:
+        started = [await start_daemon(f"n{index}", **settings) for index in range(size)]
+        for daemon in started:
+            stack.push_async_callback(daemon.stop)
         yield started
-    finally:
-        await asyncio.gather(*(daemon.stop() for daemon in started))
 
 
 async def join(
