@@ -188,6 +188,19 @@ def test_uneven_memory_with_embedding_and_head_fits_every_node():
         assert 0 < need <= memory
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "memories", "ends", "expected"),
+    [
+        # The embedding takes two layers' room: one more for each of the others, not two for one.
+        (12, [60, 60, 60], {"embedding": 40}, [2, 5, 5]),
+        # The head takes one layer's room: of two equal repairs the one that fills no node up.
+        (16, [100, 60, 40], {"head": 15}, [9, 5, 2]),
+    ],
+)
+def test_how_a_split_is_repaired(num_layers, memories, ends, expected):
+    assert sizes(place(make_model([10] * num_layers, **ends), memories)) == expected
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers():
     model = make_model([GIB * 9 // 20] * 26, embedding=GIB // 2, head=GIB // 2)
     with pytest.raises(PlacementError) as caught:
