@@ -24,6 +24,8 @@ from stagemesh.rpc.v1 import node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+_STREAM_GRACE_SECONDS = 0.5
+
 
 class NodeDaemon:
     """One host's daemon.
@@ -101,7 +103,8 @@ class NodeDaemon:
     ) -> None:
         await self.servicer.unload_all()
         self._compute.close()
-        await self._server.stop(self._config.grace_seconds)
+        # The stages' streams have ended; what is still open waits for a peer that may be gone.
+        await self._server.stop(min(_STREAM_GRACE_SECONDS, self._config.grace_seconds))
 
     async def run(self) -> None:
         """Serve until cancelled.
@@ -109,11 +112,14 @@ class NodeDaemon:
         Raises:
             StagemeshError: the coordinator refuses this node for good.
         """
+        if self._registration is None:
+            await asyncio.Event().wait()
+            return
+        beating = asyncio.create_task(self._registration.run(), name="heartbeat")
         try:
-            if self._registration is not None:
-                await self._registration.run()
-            else:
-                await asyncio.Event().wait()
+            # Shielded: a stop must not end the stream before the node has said goodbye on it.
+            await asyncio.shield(beating)
         finally:
-            if self._registration is not None:
-                await self._registration.leave(self._config.node_id, self._reporter.start_id)
+            await self._registration.leave(self._config.node_id, self._reporter.start_id)
+            beating.cancel()
+            await asyncio.wait({beating}, timeout=1.0)

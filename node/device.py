@@ -60,7 +60,9 @@ def _torch_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ConfigError(f"device {name}: this machine has {count} CUDA devices; try --device cpu")
+            raise ConfigError(
+                f"device {name}: this machine has {count} CUDA devices; try --device cpu"
+            )
     elif device.type == "mps":
         if not torch.backends.mps.is_available():
             raise ConfigError("device mps: this machine has none; try --device cpu")

@@ -124,7 +124,9 @@ class NextStage:
     def _peer(self) -> str:
         return f"stage {self._stage} on node {self.node_id} ({self.address})"
 
-    def _break(self, call: "grpc.aio.StreamStreamCall[node_pb2.StepFrame, node_pb2.StepAck]") -> None:
+    def _break(
+        self, call: "grpc.aio.StreamStreamCall[node_pb2.StepFrame, node_pb2.StepAck]"
+    ) -> None:
         call.cancel()
         self._call = None
 

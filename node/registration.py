@@ -158,5 +158,3 @@ class Registration:
             )
         except grpc.aio.AioRpcError as error:
             logger.info("could not say goodbye: %s", error.details())
-
-

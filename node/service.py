@@ -183,7 +183,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             activation: torch.Tensor | None = None
             if frame.HasField("header"):
                 if assembler is not None:
-                    raise ProtocolError("a step began before the activation of the last one was whole")
+                    raise ProtocolError(
+                        "a step began before the activation of the last one was whole"
+                    )
                 header = frame.header
             if header is None:
                 raise ProtocolError("an activation came without a step's header")
@@ -195,9 +197,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             step, timings = step_header_from_proto(header)
             header, assembler = None, None
             await runner.submit(
-                QueuedStep(
-                    step=step, activation=activation, timings=timings, arrived_nanos=arrived
-                )
+                QueuedStep(step=step, activation=activation, timings=timings, arrived_nanos=arrived)
             )
 
     def _accept(self, hello: node_pb2.StepHello) -> StageRunner:

@@ -1,4 +1,4 @@
-"""A loaded stage at work: steps in, activations or tokens out, in order.
+r"""A loaded stage at work: steps in, activations or tokens out, in order.
 
       RunSteps in --> queue --> compute thread --> outbox --> next stage's RunSteps
                                        |                  \-> (last stage) watchers
@@ -134,7 +134,9 @@ class StageRunner:
             item = await self._inbox.get()
             try:
                 output, timing = await self._compute.run(lambda item=item: self._timed(item))  # type: ignore[misc]
-            except Exception as error:  # whatever torch or a family's code raises ends the step, not the node
+            except (
+                Exception
+            ) as error:  # whatever torch or a family's code raises ends the step, not the node
                 logger.exception("step failed", extra={"step_id": item.step.step_id})
                 self._report(item.step.step_id, error, operation="compute")
                 continue

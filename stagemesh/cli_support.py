@@ -42,7 +42,9 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"not a size: {text!r}; write for example 2GiB, 500MB or a number of bytes")
+        raise ConfigError(
+            f"not a size: {text!r}; write for example 2GiB, 500MB or a number of bytes"
+        )
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
@@ -51,9 +53,7 @@ class Bytes(click.ParamType):
 
     name = "size"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse, or fail with the reason."""
         if isinstance(value, int):
             return value
@@ -103,9 +103,7 @@ def log_options(function: F) -> F:
     )(function)
 
 
-def run_until_signalled(
-    main: Coroutine[Any, Any, int], *, exit_with_parent: bool = False
-) -> int:
+def run_until_signalled(main: Coroutine[Any, Any, int], *, exit_with_parent: bool = False) -> int:
     """Run `main`; SIGTERM and SIGINT cancel it once, a second signal exits at once with 128 + n.
 
     Args:

@@ -18,6 +18,8 @@ LogFormat = Literal["text", "json"]
 
 _context: ContextVar[dict[str, str | int] | None] = ContextVar("log_context", default=None)
 _HANDLER_NAME = "stagemesh"
+# Their debug lines, one and more per message sent, would bury ours.
+_CHATTY_LOGGERS = ("grpc", "httpcore", "httpx", "asyncio", "uvicorn")
 # What every record has; anything else in its __dict__ came through `extra`.
 _RECORD_FIELDS = frozenset(
     (*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName", "context")
@@ -41,6 +43,8 @@ def setup_logging(
     handler.addFilter(add_context)
     root = logging.getLogger()
     root.setLevel(level.upper() if isinstance(level, str) else level)
+    for name in _CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     for old in [h for h in root.handlers if h.get_name() == _HANDLER_NAME]:
         root.removeHandler(old)
     root.addHandler(handler)

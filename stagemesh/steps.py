@@ -57,8 +57,7 @@ class Segment:
     sampling: SamplingParams | None = None
     """When set, the token after the segment's last one is drawn."""
     target_token_ids: tuple[int, ...] = ()
-    """When not empty, the last stage scores each as the successor of its token: one per token, or one
-    fewer when the successor of the last token is not known yet."""
+    """When not empty, one per token: the last stage scores each as the successor of its token."""
     num_target_top_logprobs: int = 0
     """Most likely tokens returned beside each target's score."""
 

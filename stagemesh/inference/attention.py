@@ -177,7 +177,9 @@ def _step_of(
     if not isinstance(step, StepContext):
         raise UnsupportedModel(f"{name} does not hand its keyword arguments on to attention")
     if not isinstance(rule, MaskRule):
-        raise UnsupportedModel(f"{name} builds its attention mask without transformers' mask functions")
+        raise UnsupportedModel(
+            f"{name} builds its attention mask without transformers' mask functions"
+        )
     unknown = {k for k, v in kwargs.items() if k not in _NEUTRAL_ARGUMENTS and v is not None}
     if unknown or dropout:
         raise UnsupportedModel(

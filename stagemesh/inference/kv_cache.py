@@ -34,12 +34,16 @@ class KVLayout:
 
 
 class Session:
-    """Keys and values of one sequence: `length` tokens held, `capacity` tokens of room."""
+    """Keys and values of one sequence.
 
-    __slots__ = ("_block", "capacity", "keys", "length", "values")
+    `length` tokens are held, `needed` will be after the running step, `capacity` have room.
+    """
+
+    __slots__ = ("_block", "capacity", "keys", "length", "needed", "values")
 
     def __init__(self, layout: KVLayout, capacity: int) -> None:
         self.length = 0
+        self.needed = 0
         self._allocate(layout, capacity)
 
     def _allocate(self, layout: KVLayout, capacity: int) -> None:
@@ -53,8 +57,8 @@ class Session:
         self.keys = [self._block[layer, 0] for layer in range(layout.num_layers)]
         self.values = [self._block[layer, 1] for layer in range(layout.num_layers)]
 
-    def grow(self, layout: KVLayout, capacity: int) -> None:
-        """Make room for `capacity` tokens and keep the ones held."""
+    def resize(self, layout: KVLayout, capacity: int) -> None:
+        """Change the room to `capacity` tokens and keep the ones held."""
         old = self._block
         self._allocate(layout, capacity)
         self._block[..., : self.length, :].copy_(old[..., : self.length, :])
@@ -97,33 +101,50 @@ class KVCache:
                 f"{start_position}"
             )
         needed = start_position + num_tokens
-        if session is not None and needed <= session.capacity:
-            return session
-        # Doubling keeps the copies of a long answer to a constant factor.
-        wanted = max(needed, 0 if session is None else 2 * session.capacity)
-        capacity = self._fit(session_id, needed, wanted, session)
+        if session is None or needed > session.capacity:
+            session = self._make_room(session_id, session, needed)
+        session.needed = needed
+        return session
+
+    def _make_room(self, session_id: int, session: Session | None, needed: int) -> Session:
+        capacity = self._fit(session, needed)
+        if capacity is None:
+            # Room that sessions took in advance goes back before anyone is refused.
+            self._trim()
+            capacity = self._fit(session, needed)
+        if capacity is None:
+            raise CapacityExceeded(
+                f"the KV cache holds {self.used_bytes} of {self.limit_bytes} bytes and cannot give "
+                f"session {session_id} room for {needed} tokens "
+                f"({needed * self.layout.bytes_per_token} bytes)"
+            )
         if session is None:
             session = self._sessions[session_id] = Session(self.layout, capacity)
             self.used_bytes += capacity * self.layout.bytes_per_token
         else:
-            self.used_bytes += (capacity - session.capacity) * self.layout.bytes_per_token
-            session.grow(self.layout, capacity)
+            self._resize(session, capacity)
         return session
 
-    def _fit(self, session_id: int, needed: int, wanted: int, session: Session | None) -> int:
-        """Capacity in tokens between `needed` and `wanted` that the limit allows."""
-        per_token = self.layout.bytes_per_token
+    def _fit(self, session: Session | None, needed: int) -> int | None:
+        """Capacity of at least `needed` tokens that the limit allows, with room in advance."""
         own = 0 if session is None else session.capacity
-        available = (self.limit_bytes - self.used_bytes) // per_token + own
-        for tokens in (wanted, needed):
+        available = (self.limit_bytes - self.used_bytes) // self.layout.bytes_per_token + own
+        # Doubling keeps the copies of a long answer to a constant factor.
+        for tokens in (max(needed, 2 * own), needed):
             rounded = -(-tokens // self._block_tokens) * self._block_tokens
-            for candidate in (rounded, tokens):
-                if candidate <= available:
-                    return candidate
-        raise CapacityExceeded(
-            f"the KV cache holds {self.used_bytes} of {self.limit_bytes} bytes and cannot give session "
-            f"{session_id} room for {needed} tokens ({needed * per_token} bytes)"
-        )
+            if rounded <= available:
+                return rounded
+        return needed if needed <= available else None
+
+    def _trim(self) -> None:
+        """Cut every session to what it needs."""
+        for session in self._sessions.values():
+            if session.capacity > session.needed:
+                self._resize(session, session.needed)
+
+    def _resize(self, session: Session, capacity: int) -> None:
+        self.used_bytes += (capacity - session.capacity) * self.layout.bytes_per_token
+        session.resize(self.layout, capacity)
 
     def release(self, session_id: int) -> None:
         """Free a session's memory; unknown sessions were never started here and are ignored."""

@@ -119,7 +119,9 @@ class StageEngine:
                 first = self.stage.is_first
                 self.run(
                     Step(step_id=0, segments=(segment,), token_ids=(0,) * count if first else ()),
-                    None if first else torch.zeros(count, self._hidden_size, dtype=self.stage.dtype),
+                    None
+                    if first
+                    else torch.zeros(count, self._hidden_size, dtype=self.stage.dtype),
                 )
         finally:
             self.cache.limit_bytes = limit
@@ -207,10 +209,7 @@ class StageEngine:
         self, step: Step, activation: torch.Tensor | None, context: StepContext
     ) -> StageOutput:
         positions = torch.cat(
-            [
-                torch.arange(s.start_position, s.start_position + s.num_tokens)
-                for s in step.segments
-            ]
+            [torch.arange(s.start_position, s.start_position + s.num_tokens) for s in step.segments]
         )
         arguments = {
             "position_ids": positions.to(self.device)[None],
@@ -277,7 +276,10 @@ def _draw(segment: Segment, logits: torch.Tensor) -> SampledToken:
     logprob, top = 0.0, ()  # type: float, tuple[TokenLogprob, ...]
     if params.logprobs or params.num_top_logprobs:
         logprobs = torch.log_softmax(logits[-1], dim=-1)
-        logprob, top = floored(float(logprobs[token])), top_logprobs(logprobs, params.num_top_logprobs)
+        logprob, top = (
+            floored(float(logprobs[token])),
+            top_logprobs(logprobs, params.num_top_logprobs),
+        )
     return SampledToken(
         session_id=segment.session_id,
         token_id=token,

@@ -214,7 +214,9 @@ def _fill(
     head_name = _name_of(model, head)
     tied_source = None
     if head_name is not None and f"{head_name}.weight" not in infos:
-        tied_source = next((n for n in infos if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+        tied_source = next(
+            (n for n in infos if n.endswith(("embed_tokens.weight", "wte.weight"))), None
+        )
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         is_tied_head = head_name is not None and name == f"{head_name}.weight" and tied_source
         if is_tied_head and keep_tied:
@@ -254,7 +256,11 @@ def _materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> Non
                     name, torch.empty_like(buffer, device=device), persistent=False
                 )
             _recompute(model, module)
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    left = [
+        name
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.is_meta
+    ]
     if left:
         raise UnsupportedModel(f"{model.config.model_type}: no values for {', '.join(left)}")
 

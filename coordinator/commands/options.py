@@ -1,0 +1,104 @@
+"""Options that several commands share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from coordinator.config import DeploymentConfig
+from stagemesh.cli_support import Bytes
+from stagemesh.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SAMPLE_MODEL = "smollm2-135m-instruct"
+
+
+def _apply(function: F, options: list[Callable[[Any], Any]]) -> F:
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def model_options(function: F) -> F:
+    """Add what a deployment is asked for."""
+    return _apply(
+        function,
+        [
+            click.option(
+                "--model",
+                default=SAMPLE_MODEL,
+                show_default=True,
+                help="A folder, a .gguf file, or a known name.",
+            ),
+            click.option("--name", help="What clients call the model."),
+            click.option(
+                "--dtype",
+                type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                default="auto",
+                show_default=True,
+            ),
+            click.option("--context", "max_context", type=int, help="Longest sequence in tokens."),
+            click.option("--concurrency", type=int, help="Full-length sequences at once."),
+            click.option("--stages", type=int, help="Number of pipeline stages."),
+        ],
+    )
+
+
+def local_options(function: F) -> F:
+    """Add what a local cluster's nodes are started with."""
+    return _apply(
+        function,
+        [
+            click.option("--threads", type=int, help="CPU threads of each local node."),
+            click.option("--memory", type=Bytes(), help="Memory of each local node, e.g. 4GiB."),
+            click.option("--device", default="auto", help="Device of each local node."),
+        ],
+    )
+
+
+def json_option(function: F) -> F:
+    """Add --json."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
+        function
+    )
+
+
+def deployment_config(
+    *,
+    model: str,
+    name: str | None,
+    dtype: str,
+    max_context: int | None,
+    concurrency: int | None,
+    stages: int | None,
+    min_nodes: int | None = None,
+) -> DeploymentConfig:
+    """The deployment that the options of `model_options` ask for."""
+    return DeploymentConfig(
+        model=model,
+        name=name,
+        dtype=dtype,  # type: ignore[arg-type]  # click has checked the choice
+        max_context_tokens=max_context,
+        concurrency=concurrency,
+        num_stages=stages,
+        min_nodes=min_nodes,
+    )
+
+
+def read_api_keys(path: Path | None) -> frozenset[str]:
+    """API keys from a file, one a line.
+
+    Raises:
+        ConfigError: the file is not readable or has none.
+    """
+    if path is None:
+        return frozenset()
+    try:
+        keys = frozenset(line.strip() for line in path.read_text().splitlines() if line.strip())
+    except OSError as error:
+        raise ConfigError(f"cannot read the API key file {path}: {error.strerror}") from error
+    if not keys:
+        raise ConfigError(f"the API key file {path} has no key")
+    return keys

@@ -1,0 +1,170 @@
+"""Tables and progress bars; all a person sees of the coordinator on a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from coordinator.deployment import Deployment
+from stagemesh.layout import Plan
+from stagemesh.rpc.v1 import coordinator_pb2
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes for a person."""
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def layers(start: int, end: int) -> str:
+    """A half-open layer range for a person."""
+    return f"{start}-{end - 1} ({end - start})"
+
+
+def placement_table(name: str, plan: Plan) -> Table:
+    """A plan, one row a stage."""
+    title = (
+        f"{name}: {plan.num_layers} layers over {plan.num_stages} stages, {plan.dtype}, "
+        f"context {plan.max_context_tokens} tokens"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading, justify in (
+        ("stage", "right"),
+        ("node", "left"),
+        ("layers", "left"),
+        ("weights", "right"),
+        ("KV cache", "right"),
+    ):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for stage in plan.stages:
+        table.add_row(
+            str(stage.stage),
+            stage.node_id,
+            layers(stage.start_layer, stage.end_layer),
+            gib(stage.weight_bytes),
+            gib(stage.kv_cache_bytes),
+        )
+    return table
+
+
+def plan_json(name: str, plan: Plan) -> dict[str, Any]:
+    """A plan for programs."""
+    return {
+        "model": name,
+        "num_layers": plan.num_layers,
+        "dtype": plan.dtype,
+        "max_context_tokens": plan.max_context_tokens,
+        "unused_node_ids": list(plan.unused_node_ids),
+        "stages": [
+            {
+                "stage": s.stage,
+                "node_id": s.node_id,
+                "start_layer": s.start_layer,
+                "end_layer": s.end_layer,
+                "weight_bytes": s.weight_bytes,
+                "kv_cache_bytes": s.kv_cache_bytes,
+            }
+            for s in plan.stages
+        ],
+    }
+
+
+class LoadBars:
+    """One progress bar per stage while a deployment loads, the placement above them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=False,
+        )
+        self._bars: dict[int, Any] = {}
+        self._plan: Plan | None = None
+        self._detail = ""
+
+    def __enter__(self) -> "LoadBars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, deployment: Deployment) -> None:
+        """Show what has changed."""
+        if deployment.phase == "waiting" and deployment.detail != self._detail:
+            self._detail = deployment.detail
+            self._progress.console.print(f"[dim]{deployment.name}: {deployment.detail}[/dim]")
+        if deployment.plan is not None and deployment.plan is not self._plan:
+            self._plan = deployment.plan
+            for bar in self._bars.values():
+                self._progress.remove_task(bar)
+            self._bars.clear()
+            self._progress.console.print(placement_table(deployment.name, deployment.plan))
+        for stage, (loaded, total) in sorted(deployment.loaded_bytes.items()):
+            if stage not in self._bars:
+                self._bars[stage] = self._progress.add_task(f"load stage {stage}", total=total)
+            self._progress.update(self._bars[stage], completed=loaded, total=total)
+
+    def finish(self, deployment: Deployment) -> None:
+        """Fill the bars: the deployment is ready."""
+        self.update(deployment)
+        for bar in self._bars.values():
+            total = self._progress.tasks[self._progress.task_ids.index(bar)].total
+            self._progress.update(bar, completed=total)
+
+
+def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
+    """A cluster: a table of nodes, a table per deployment."""
+    nodes = Table(title="nodes", title_justify="left", title_style="bold")
+    for heading in ("node", "state", "address", "device", "threads", "memory", "used", "last beat"):
+        nodes.add_column(heading)
+    for node in status.nodes:
+        description = node.status.description
+        nodes.add_row(
+            description.node_id,
+            node.state,
+            description.address,
+            description.device,
+            str(description.num_threads),
+            gib(description.memory_bytes),
+            gib(node.status.rss_bytes),
+            f"{node.last_beat_seconds:.1f} s",
+        )
+    return [nodes, *(_deployment_table(d, status) for d in status.deployments)]
+
+
+def _deployment_table(
+    deployment: coordinator_pb2.DeploymentStatus, status: coordinator_pb2.ClusterStatus
+) -> Table:
+    state = deployment.state + (f": {deployment.detail}" if deployment.detail else "")
+    title = (
+        f"{deployment.model} ({deployment.dtype or 'no placement'}): {state}; "
+        f"{deployment.active_requests} active, {deployment.generated_tokens} tokens generated"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("stage", "node", "layers", "weights", "KV used", "KV limit", "steps"):
+        table.add_column(heading)
+    live = {
+        (node.status.description.node_id, stage.stage): stage
+        for node in status.nodes
+        for stage in node.status.stages
+        if stage.deployment_id == deployment.deployment_id
+    }
+    for placed in deployment.stages:
+        stage = live.get((placed.node_id, placed.stage))
+        table.add_row(
+            str(placed.stage),
+            placed.node_id,
+            layers(placed.start_layer, placed.end_layer),
+            gib(placed.weight_bytes if stage is None else stage.weight_bytes),
+            "-" if stage is None else gib(stage.kv_used_bytes),
+            gib(placed.kv_bytes),
+            "-" if stage is None else str(stage.num_steps),
+        )
+    return table

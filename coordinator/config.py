@@ -1,0 +1,100 @@
+"""Settings of a coordinator."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stagemesh.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig:
+    """A model to serve, and what is asked of its placement."""
+
+    model: str
+    """A folder, a .gguf file or a known name."""
+    name: str | None = None
+    """What clients call it; by default what the files call it."""
+    dtype: Dtype = "auto"
+    """Run dtype; "auto" is the checkpoint's own where it is a 16- or 32-bit float, else float32."""
+    max_context_tokens: int | None = None
+    """Longest sequence; by default the model's, less when the nodes' memory does not hold it."""
+    concurrency: int | None = None
+    """Full-length sequences that fit the KV cache at once; by default 4, less when they don't fit."""
+    num_stages: int | None = None
+    """Number of stages; by default one per node."""
+    min_nodes: int | None = None
+    """Nodes to wait for before the first placement; by default whoever has come after a moment."""
+    max_step_tokens: int = 512
+    """Token budget of a step."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_context_tokens", "concurrency", "num_stages", "min_nodes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.max_step_tokens < 1:
+            raise ConfigError(f"max_step_tokens must be at least 1, got {self.max_step_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long the coordinator waits for what."""
+
+    heartbeat_seconds: float = 1.0
+    """Nodes beat this often."""
+    silence_seconds: float = 6.0
+    """A node that is silent for longer is lost."""
+    load_stall_seconds: float = 60.0
+    """A load that moves no byte for longer is given up; it has no other limit."""
+    link_seconds: float = 10.0
+    """Connecting two stages."""
+    step_seconds: float = 120.0
+    """From sending a step to its result."""
+    settle_seconds: float = 1.0
+    """Without `min_nodes`: how long no node must have joined before the first placement."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.silence_seconds <= 2 * self.heartbeat_seconds:
+            raise ConfigError(
+                f"silence_seconds ({self.silence_seconds}) must be more than twice heartbeat_seconds "
+                f"({self.heartbeat_seconds}), or one late beat would be a death"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """What a coordinator is started with; checked once, here."""
+
+    deployments: tuple[DeploymentConfig, ...]
+    """Models to serve."""
+    http_host: str = "127.0.0.1"
+    """Where the API listens."""
+    http_port: int | None = 8000
+    """Port of the API; 0 takes a free one, None serves none."""
+    rpc_bind: str = "127.0.0.1:7000"
+    """host:port for nodes; port 0 takes a free one."""
+    token: str | None = None
+    """The cluster's secret; required when `rpc_bind` is not a loopback address."""
+    insecure: bool = False
+    """Allow public binds without secrets."""
+    api_keys: frozenset[str] = frozenset()
+    """Keys that API clients must show; none asks for none."""
+    mqtt_url: str | None = None
+    """Broker for presence and telemetry."""
+    cluster: str = "default"
+    """Name of the cluster in MQTT topics."""
+    limits: Limits = field(default_factory=Limits)
+    """Deadlines."""
+    grace_seconds: float = 5.0
+    """Bound of a clean shutdown."""
+
+    def __post_init__(self) -> None:
+        if not self.deployments:
+            raise ConfigError("no model to serve: give --model a folder, a .gguf file or a name")
+        if self.http_port is not None and not 0 <= self.http_port < 65536:
+            raise ConfigError(f"http_port must be in [0, 65535], got {self.http_port}")

@@ -1,0 +1,297 @@
+"""One served model over its life: waits for nodes, places, loads, runs, and starts over on a loss.
+
+The decisions are `coordinator.reconcile.decide`; this is what carries them out.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from coordinator.config import DeploymentConfig, Limits
+from coordinator.generation import GeneratedToken, GenerationRequest, ServedModel
+from coordinator.kv_budget import kv_capacity_tokens
+from coordinator.membership import NodeInfo
+from coordinator.memory_fit import fit_plan
+from coordinator.model_cost import NodeCapacity
+from coordinator.node_link import LoadOrder, NodeLink
+from coordinator.pipeline import Pipeline, load_stages
+from coordinator.reconcile import Abandon, DeploymentView, Phase, Place, Wait, decide
+from coordinator.runtime import Runtime
+from coordinator.scheduler import Scheduler
+from coordinator.scheduler_config import SchedulerConfig
+from stagemesh.errors import (
+    CommError,
+    ConfigError,
+    NotReady,
+    PeerLost,
+    PlacementError,
+    StagemeshError,
+)
+from stagemesh.layout import Plan
+from stagemesh.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.5
+_LAST_RETRY_SECONDS = 5.0
+_UNLOAD_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a deployment needs to know of the nodes."""
+
+    nodes: tuple[NodeInfo, ...]
+    """Nodes that can take work."""
+    seconds_since_join: float
+    """Since the last one joined."""
+
+
+class Deployment:
+    """A served model.
+
+    Args:
+        deployment_id: unique in the cluster.
+        config: what is asked for.
+        spec: the model.
+        limits: deadlines.
+        token: the cluster's token.
+        membership: the nodes, now.
+        on_change: called after each change of phase.
+    """
+
+    def __init__(
+        self,
+        deployment_id: str,
+        config: DeploymentConfig,
+        spec: ModelSpec,
+        *,
+        limits: Limits,
+        token: str | None,
+        membership: Callable[[], Membership],
+        on_change: Callable[["Deployment"], None],
+    ) -> None:
+        self.deployment_id = deployment_id
+        self.config = config
+        self.spec = spec
+        self.created = int(time.time())
+        self.phase: Phase = "waiting"
+        self.detail = "starting"
+        self.plan: Plan | None = None
+        self.runtime: Runtime | None = None
+        self.loaded_bytes: dict[int, tuple[int, int]] = {}
+        self._limits = limits
+        self._token = token
+        self._membership = membership
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+        self._incarnation = 0
+        self._used: dict[str, str] = {}
+        self._was_ready = False
+        self._failed_with: frozenset[str] = frozenset()
+        self._retry_seconds = _FIRST_RETRY_SECONDS
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.config.name or self.spec.name
+
+    def notify(self) -> None:
+        """The nodes have changed: decide again."""
+        self._changed.set()
+
+    def served_model(self) -> ServedModel:
+        """The deployment as the API shows it."""
+        context = (
+            self.spec.max_context_tokens if self.plan is None else self.plan.max_context_tokens
+        )
+        return ServedModel(
+            name=self.name,
+            spec=self.spec,
+            created=self.created,
+            max_context_tokens=context,
+            is_ready=self.phase == "ready",
+            detail=self.detail,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedToken, None]:
+        """Run one sequence; see `coordinator.generation.Engine.generate`."""
+        if self.phase != "ready" or self.runtime is None:
+            raise NotReady(f"model {self.name} is not ready ({self.phase}): {self.detail}")
+        async with contextlib.aclosing(self.runtime.generate(request)) as tokens:
+            async for token in tokens:
+                yield token
+
+    async def run(self) -> None:
+        """Keep the deployment as it should be, until cancelled."""
+        try:
+            while True:
+                self._changed.clear()
+                wait_seconds = await self._reconcile()
+                with contextlib.suppress(TimeoutError):
+                    # Without a limit only a change of membership or of our own work goes on.
+                    async with asyncio.timeout(wait_seconds):
+                        await self._changed.wait()
+        finally:
+            await self._tear_down(NotReady(f"model {self.name} is being unloaded"))
+
+    async def _reconcile(self) -> float | None:
+        """Decide and act once; returns when to decide again without a change."""
+        membership = self._membership()
+        view = DeploymentView(
+            phase=self.phase,
+            nodes=membership.nodes,
+            used=self._used,
+            min_nodes=self.config.min_nodes,
+            was_ready=self._was_ready,
+            seconds_since_join=membership.seconds_since_join,
+            settle_seconds=self._limits.settle_seconds,
+            failed_with=self._failed_with,
+        )
+        match decide(view):
+            case Wait(detail, seconds):
+                self._enter("waiting", detail)
+                return seconds
+            case Abandon(detail):
+                await self._tear_down(PeerLost(f"{self.name}: {detail}"))
+                self._enter("waiting", detail)
+                return 0.0
+            case Place(nodes):
+                self._place(nodes)
+        return None
+
+    def _place(self, nodes: tuple[NodeInfo, ...]) -> None:
+        """Plan, and start to load in the background: a lost node must interrupt it."""
+        capacities = [NodeCapacity(node_id=n.node_id, memory_bytes=n.memory_bytes) for n in nodes]
+        try:
+            plan = fit_plan(self.config, self.spec, capacities)
+        except (PlacementError, ConfigError) as error:
+            self._fail(str(error))
+            return
+        by_id = {node.node_id: node for node in nodes}
+        self.plan = plan
+        self._used = {s.node_id: by_id[s.node_id].start_id for s in plan.stages}
+        self._incarnation += 1
+        self.loaded_bytes = {}
+        self._enter("loading", f"loading {plan.num_stages} stages")
+        self._work = asyncio.create_task(
+            self._work_on(plan, [by_id[s.node_id] for s in plan.stages]),
+            name=f"deployment-{self.deployment_id}",
+        )
+
+    async def _work_on(self, plan: Plan, nodes: list[NodeInfo]) -> None:
+        """Load and run a plan until it breaks or is cancelled; then free what it took."""
+        links = [NodeLink(node, token=self._token) for node in nodes]
+        try:
+            await self._load_and_run(plan, links)
+        except CommError as error:
+            # The node may be back in a moment, or the registry not know of its loss yet.
+            logger.warning("pipeline lost: %s", error)
+            self._break(error)
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+            self._done()
+        except StagemeshError as error:
+            self._break(error)
+            self._fail(str(error))
+            self._done()
+        finally:
+            await asyncio.gather(*(self._unload(link) for link in links))
+
+    def _done(self) -> None:
+        """The work ended by itself: decide again."""
+        self._work = None
+        self._used = {}
+        self.notify()
+
+    async def _load_and_run(self, plan: Plan, links: list[NodeLink]) -> None:
+        order = self._order(plan)
+        await load_stages(
+            plan,
+            {link.node.node_id: link for link in links},
+            order,
+            stall_seconds=self._limits.load_stall_seconds,
+            on_progress=self._on_progress,
+        )
+        runtime = Runtime(self._scheduler(plan), step_seconds=self._limits.step_seconds)
+        runtime.pipeline = Pipeline(
+            links, order, on_result=runtime.on_result, on_broken=runtime.fail
+        )
+        try:
+            await runtime.pipeline.open(timeout_seconds=self._limits.link_seconds)
+            self.runtime = runtime
+            self._was_ready = True
+            self._retry_seconds = _FIRST_RETRY_SECONDS
+            self._enter("ready", "")
+            await runtime.run()
+        finally:
+            await runtime.pipeline.close()
+
+    def _order(self, plan: Plan) -> LoadOrder:
+        return LoadOrder(
+            deployment_id=self.deployment_id,
+            incarnation=self._incarnation,
+            model_name=self.name,
+            model_path=str(self.spec.path.resolve()),
+            model_reference=self.config.model,
+            fingerprint=self.spec.fingerprint,
+            num_stages=plan.num_stages,
+            dtype=plan.dtype,
+            max_context_tokens=plan.max_context_tokens,
+        )
+
+    def _scheduler(self, plan: Plan) -> Scheduler:
+        return Scheduler(
+            SchedulerConfig(
+                num_stages=plan.num_stages,
+                kv_capacity_tokens=kv_capacity_tokens(plan),
+                max_context_tokens=plan.max_context_tokens,
+                max_step_tokens=self.config.max_step_tokens,
+            )
+        )
+
+    def _on_progress(self, stage: int, loaded_bytes: int, total_bytes: int) -> None:
+        self.loaded_bytes[stage] = (loaded_bytes, total_bytes)
+
+    def _break(self, error: StagemeshError) -> None:
+        """End what runs with `error`."""
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.fail(error)
+        self._enter("waiting", str(error))
+
+    def _fail(self, detail: str) -> None:
+        self._failed_with = frozenset(n.start_id for n in self._membership().nodes)
+        self._used = {}
+        self._enter("failed", detail)
+
+    def _enter(self, phase: Phase, detail: str) -> None:
+        if (phase, detail) == (self.phase, self.detail):
+            return
+        self.phase, self.detail = phase, detail
+        log = logger.warning if phase == "failed" else logger.info
+        log("deployment %s: %s", phase, detail or self.name, extra={"model": self.name})
+        self._on_change(self)
+
+    async def _tear_down(self, error: StagemeshError) -> None:
+        """End what runs with `error` and wait, within bounds, until its memory is freed."""
+        self._break(error)
+        work, self._work = self._work, None
+        self._used = {}
+        if work is not None:
+            work.cancel()
+            await asyncio.wait({work}, timeout=5.0)
+
+    async def _unload(self, link: NodeLink) -> None:
+        try:
+            async with asyncio.timeout(_UNLOAD_SECONDS):
+                await link.unload_stage(self.deployment_id)
+        except (StagemeshError, TimeoutError) as error:
+            # A node that does not answer is gone, or frees its stage with the next load.
+            logger.info("could not unload %s: %s", link, error)
+        finally:
+            await link.close()

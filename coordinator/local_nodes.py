@@ -1,0 +1,146 @@
+"""Node daemons as child processes on this machine, for `up` and `generate --nodes`."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from stagemesh.errors import ConfigError, NotReady
+
+logger = logging.getLogger(__name__)
+
+_FREE_SHARE = 0.8
+_STOP_SECONDS = 5.0
+
+
+class LocalNodes:
+    """Starts node daemons and ends them, whatever happens to us.
+
+    Each child's standard input is a pipe that we hold: should this process be killed, the pipe ends
+    and the children stop. What they print goes to a file each, quoted when one dies.
+
+    Args:
+        count: how many.
+        coordinator: host:port to register at.
+        threads: CPU threads of each; the cores divided by `count`, at least one, by default.
+        memory_bytes: memory that each offers; an equal part of 80 % of what is free by default.
+        device: device of each.
+        token: the cluster's token.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        coordinator: str,
+        threads: int | None = None,
+        memory_bytes: int | None = None,
+        device: str = "auto",
+        token: str | None = None,
+        mqtt_url: str | None = None,
+    ) -> None:
+        if count < 1:
+            raise ConfigError(f"a local cluster needs at least one node, got {count}")
+        self.count = count
+        self._coordinator = coordinator
+        cores = psutil.cpu_count() or 1
+        self._threads = threads or max(1, cores // count)
+        free = int(psutil.virtual_memory().available * _FREE_SHARE)
+        self._memory_bytes = memory_bytes or free // count
+        self._device = device
+        self._token = token
+        self._mqtt_url = mqtt_url
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self._logs = tempfile.TemporaryDirectory(prefix="stagemesh-")
+
+    async def __aenter__(self) -> Self:
+        try:
+            for index in range(1, self.count + 1):
+                await self._start(f"node-{index}")
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def _start(self, node_id: str) -> None:
+        command = [
+            *(sys.executable, "-m", "node"),
+            *("--node-id", node_id),
+            *("--coordinator", self._coordinator),
+            *("--threads", str(self._threads)),
+            *("--memory", str(self._memory_bytes)),
+            *("--device", self._device),
+            *(("--mqtt", self._mqtt_url) if self._mqtt_url else ()),
+            *("--log-level", "info", "--exit-with-parent"),
+        ]
+        # Through the environment, not the command line, which every user of the host can read.
+        secret = {} if self._token is None else {"STAGEMESH_TOKEN": self._token}
+        with self.log_path(node_id).open("wb") as log:
+            self.processes[node_id] = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **secret},
+            )
+        logger.info(
+            "node started", extra={"peer": node_id, "child_pid": self.processes[node_id].pid}
+        )
+
+    def log_path(self, node_id: str) -> Path:
+        """File with what a node printed."""
+        return Path(self._logs.name) / f"{node_id}.log"
+
+    async def watch(self) -> None:
+        """Return never; raise when a child ends.
+
+        Raises:
+            NotReady: with the last lines that the child printed.
+        """
+        waits = {
+            asyncio.create_task(process.wait(), name=node_id): node_id
+            for node_id, process in self.processes.items()
+        }
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        ended = next(iter(done))
+        raise NotReady(self.obituary(waits[ended], ended.result()))
+
+    def obituary(self, node_id: str, status: int) -> str:
+        """Why a child ended, for a person."""
+        lines = self.log_path(node_id).read_text(errors="replace").strip().splitlines()
+        return f"{node_id} ended with status {status}: " + (" | ".join(lines[-3:]) or "no output")
+
+    async def stop(self) -> None:
+        """End all children: SIGTERM, then SIGKILL after 5 s; only processes started here."""
+        running = [p for p in self.processes.values() if p.returncode is None]
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        if running:
+            waits = [asyncio.create_task(process.wait()) for process in running]
+            await asyncio.wait(waits, timeout=_STOP_SECONDS)
+        for process in running:
+            if process.returncode is None:
+                logger.warning("node did not stop in time", extra={"child_pid": process.pid})
+                process.kill()
+                await process.wait()
+        self._logs.cleanup()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()

@@ -1,0 +1,69 @@
+"""Context and concurrency that a placement gets: as asked, or the most that fits."""
+
+import logging
+from collections.abc import Sequence
+
+from coordinator.config import DeploymentConfig
+from coordinator.model_cost import NodeCapacity, model_cost
+from coordinator.partitioner import partition
+from stagemesh.errors import PlacementError
+from stagemesh.layout import Plan
+from stagemesh.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CONCURRENCY = 4
+_LEAST_CONTEXT_TOKENS = 512
+
+
+def run_dtype(config: DeploymentConfig, spec: ModelSpec) -> str:
+    """The dtype to run in: asked for, or the checkpoint's own."""
+    if config.dtype != "auto":
+        return config.dtype
+    encodings = {info.encoding for info in spec.tensors.values() if len(info.shape) > 1}
+    if encodings == {"BF16"}:
+        return "bfloat16"
+    return "float16" if encodings == {"F16"} and spec.format == "safetensors" else "float32"
+
+
+def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapacity]) -> Plan:
+    """Place the model; what the user left open shrinks until it fits.
+
+    First fewer full-length sequences at once, then a shorter context; what the user set stays.
+
+    Raises:
+        PlacementError: it does not fit with what the user set, or not even at the least.
+    """
+    cost = model_cost(spec, dtype=run_dtype(config, spec))
+    first_error: PlacementError | None = None
+    for context, concurrency in _choices(config, spec.max_context_tokens):
+        try:
+            plan = partition(
+                model=cost,
+                nodes=nodes,
+                max_context_tokens=context,
+                concurrency=concurrency,
+                num_stages=config.num_stages,
+            )
+        except PlacementError as error:
+            first_error = first_error or error
+            continue
+        if first_error is not None:
+            logger.warning(
+                "memory holds less than the default",
+                extra={"max_context_tokens": context, "concurrency": concurrency},
+            )
+        return plan
+    assert first_error is not None
+    raise first_error
+
+
+def _choices(config: DeploymentConfig, model_context: int) -> list[tuple[int, int]]:
+    """Pairs of context and concurrency to try, best first."""
+    contexts = [config.max_context_tokens or model_context]
+    while config.max_context_tokens is None and contexts[-1] // 2 >= _LEAST_CONTEXT_TOKENS:
+        contexts.append(contexts[-1] // 2)
+    counts = [config.concurrency or _DEFAULT_CONCURRENCY]
+    while config.concurrency is None and counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return [(contexts[0], count) for count in counts] + [(c, counts[-1]) for c in contexts[1:]]

@@ -1,0 +1,141 @@
+"""CoordinatorService: what nodes and `coordinator status` call."""
+
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from coordinator.cluster import Cluster
+from coordinator.deployment import Deployment
+from coordinator.membership import Member, NodeInfo
+from stagemesh.errors import NotReady, ProtocolError
+from stagemesh.rpc.convert import check_version, our_version
+from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, node_pb2
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Serves one cluster.
+
+    Args:
+        cluster: where signs of life go.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._started = time.monotonic()
+        # The last status that each node sent, by node id; kept for nodes that are gone too.
+        self.statuses: dict[str, node_pb2.NodeStatus] = {}
+
+    async def Heartbeat(  # noqa: N802
+        self, request_iterator: AsyncIterator[coordinator_pb2.Beat], context: Context
+    ) -> AsyncGenerator[coordinator_pb2.BeatReply, None]:
+        """A node's stream of life."""
+        first = await anext(aiter(request_iterator))
+        if not first.HasField("join"):
+            raise ProtocolError("the first beat of a heartbeat stream must join")
+        node = _node_info(first.join)
+        limits, registry = self._cluster.limits, self._cluster.registry
+        self._cluster.join(node)
+        self.statuses[node.node_id] = first.status
+        try:
+            yield coordinator_pb2.BeatReply(
+                interval_seconds=limits.heartbeat_seconds,
+                limit_seconds=limits.silence_seconds,
+                coordinator_id=self._cluster.coordinator_id,
+            )
+            async for beat in request_iterator:
+                registry.beat(node.node_id, start_id=node.start_id, now=time.monotonic())
+                self.statuses[node.node_id] = beat.status
+                yield coordinator_pb2.BeatReply(sequence=beat.sequence)
+        finally:
+            self._cluster.apply(registry.stream_closed(node.start_id, now=time.monotonic()))
+
+    async def Leave(  # noqa: N802
+        self, request: coordinator_pb2.LeaveRequest, context: Context
+    ) -> coordinator_pb2.LeaveReply:
+        """A node stops on purpose."""
+        self._cluster.apply(
+            self._cluster.registry.leave(
+                request.node_id, start_id=request.start_id, now=time.monotonic()
+            )
+        )
+        return coordinator_pb2.LeaveReply()
+
+    async def GetClusterStatus(  # noqa: N802
+        self, request: coordinator_pb2.GetClusterStatusRequest, context: Context
+    ) -> coordinator_pb2.ClusterStatus:
+        """Everything `coordinator status` shows."""
+        check_version(request.version, peer="the caller")
+        return self.cluster_status()
+
+    def cluster_status(self) -> coordinator_pb2.ClusterStatus:
+        """Nodes and deployments, now."""
+        registry = self._cluster.registry
+        return coordinator_pb2.ClusterStatus(
+            coordinator_id=self._cluster.coordinator_id,
+            version=our_version(),
+            nodes=[
+                self._cluster_node(member, registry.last_beat(member.info.node_id))
+                for member in registry.members
+            ],
+            deployments=[_deployment_status(d) for d in self._cluster.deployments.values()],
+            uptime_seconds=time.monotonic() - self._started,
+        )
+
+    def _cluster_node(self, member: Member, last_beat: float | None) -> coordinator_pb2.ClusterNode:
+        status = self.statuses.get(member.info.node_id)
+        if status is None:
+            raise NotReady(f"node {member.info.node_id} has sent no status")
+        age = time.monotonic() - (member.changed_at_seconds if last_beat is None else last_beat)
+        return coordinator_pb2.ClusterNode(status=status, state=member.state, last_beat_seconds=age)
+
+
+def _node_info(join: coordinator_pb2.Join) -> NodeInfo:
+    node = join.node
+    check_version(join.version, peer=f"node {node.node_id} ({node.address})")
+    return NodeInfo(
+        node_id=node.node_id,
+        address=node.address,
+        device=node.device,
+        num_threads=node.num_threads,
+        memory_bytes=node.memory_bytes,
+        memory_total_bytes=node.memory_total_bytes,
+        hostname=node.hostname,
+        platform=node.platform,
+        start_id=node.start_id,
+        software=join.version.software,
+    )
+
+
+def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStatus:
+    plan, runtime = deployment.plan, deployment.runtime
+    progress = deployment.loaded_bytes.values()
+    return coordinator_pb2.DeploymentStatus(
+        deployment_id=deployment.deployment_id,
+        model=deployment.name,
+        state=deployment.phase,
+        detail=deployment.detail,
+        dtype="" if plan is None else plan.dtype,
+        stages=[
+            coordinator_pb2.StagePlacement(
+                stage=stage.stage,
+                node_id=stage.node_id,
+                start_layer=stage.start_layer,
+                end_layer=stage.end_layer,
+                weight_bytes=stage.weight_bytes,
+                kv_bytes=stage.kv_cache_bytes,
+            )
+            for stage in (() if plan is None else plan.stages)
+        ],
+        active_requests=0 if runtime is None else runtime.num_active,
+        waiting_requests=0 if runtime is None else runtime.scheduler.num_waiting,
+        generated_tokens=0 if runtime is None else runtime.stats.num_tokens,
+        loaded_bytes=sum(loaded for loaded, _ in progress),
+        total_bytes=sum(total for _, total in progress),
+    )
