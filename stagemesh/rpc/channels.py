@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from stagemesh.errors import PeerLost
+from stagemesh.rpc.fork_guard import PROCESS_GUARD
 from stagemesh.rpc.security import Metadata, auth_metadata
 
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -62,7 +63,11 @@ def open_channel(
         address: host:port of the peer.
         token: the cluster's token, or None for a cluster without.
         kind: "control" for unary calls and heartbeats, "data" for tensor streams.
+
+    Raises:
+        ConfigError: the token cannot travel, or this process was forked from one that uses gRPC.
     """
+    PROCESS_GUARD.check()
     options = _CHANNEL_OPTIONS + (_DATA_OPTIONS if kind == "data" else [])
     channel = grpc.aio.insecure_channel(address, options=options)
     metadata = auth_metadata(token)

@@ -153,7 +153,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     elif dense.is_complex():
         # Same bytes; torch warns whenever it allocates complex32.
         dense = torch.view_as_real(dense)
-    return _memory(dense.contiguous().reshape(-1).view(torch.uint8))
+    dense = dense.contiguous()
+    # Not reshape: with one element or none any stride counts as contiguous, and then no byte view
+    # exists.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return _memory(flat.view(torch.uint8))
 
 
 def _memory(raw: torch.Tensor) -> memoryview:

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.channels import MESSAGE_OPTIONS, Options
+from stagemesh.rpc.fork_guard import PROCESS_GUARD
 from stagemesh.rpc.security import TokenInterceptor, check_bind
 from stagemesh.rpc.status import ErrorStatusInterceptor
 
@@ -123,8 +124,10 @@ class RpcServer:
         """Listen and serve.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or this process was forked from one that
+                uses gRPC.
         """
+        PROCESS_GUARD.check()
         assert self._server is None
         interceptors: list[grpc.aio.ServerInterceptor] = [
             ErrorStatusInterceptor(node_id=self._node_id)

@@ -276,3 +276,33 @@ async def test_daemons_show_each_other_the_token():
         await join(pair)
         results = await asyncio.gather(*(all_reduce(d, torch.ones(2)) for d in pair))
     assert [result.tolist() for result in results] == [[2.0, 2.0]] * 2
+
+
+async def test_a_cancelled_receive_takes_no_message_with_it():
+    async with daemons(2) as pair:
+        await join(pair)
+        mailbox = pair[1].servicer.group("g")._transport.mailbox
+        waiting = asyncio.ensure_future(recv(pair[1], peer=0))
+        await asyncio.sleep(0.1)
+        assert len(mailbox._waiters) == 1
+        waiting.cancel()
+        for _ in range(50):
+            if not mailbox._waiters:
+                break
+            await asyncio.sleep(0.02)
+        assert not mailbox._waiters
+        await send(pair[0], torch.ones(2), peer=1)
+        assert (await recv(pair[1], peer=0)).tolist() == [1.0, 1.0]
+
+
+async def test_closing_a_servicer_twice_is_fine_and_ends_its_groups():
+    async with daemons(1) as (daemon,):
+        await join([daemon])
+        await daemon.servicer.close()
+        await daemon.servicer.close()
+        assert (await _status(all_reduce(daemon, torch.ones(1))))[0] is (
+            grpc.StatusCode.FAILED_PRECONDITION
+        )
+        assert (await _status(join([daemon], incarnation=2)))[0] is (
+            grpc.StatusCode.FAILED_PRECONDITION
+        )
