@@ -21,7 +21,7 @@ class DeploymentConfig:
     max_context_tokens: int | None = None
     """Longest sequence; by default the model's, less when the nodes' memory does not hold it."""
     concurrency: int | None = None
-    """Full-length sequences that fit the KV cache at once; by default 4, less when they don't fit."""
+    """Full-length sequences that the KV cache holds at once; by default 4, or what fits."""
     num_stages: int | None = None
     """Number of stages; by default one per node."""
     min_nodes: int | None = None
@@ -61,8 +61,8 @@ class Limits:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         if self.silence_seconds <= 2 * self.heartbeat_seconds:
             raise ConfigError(
-                f"silence_seconds ({self.silence_seconds}) must be more than twice heartbeat_seconds "
-                f"({self.heartbeat_seconds}), or one late beat would be a death"
+                f"silence_seconds ({self.silence_seconds}) must be more than twice "
+                f"heartbeat_seconds ({self.heartbeat_seconds}), or one late beat would be a death"
             )
 
 

@@ -28,7 +28,7 @@ class GenerationRequest:
     max_tokens: int
     """Limit of generated tokens; the context limit may end it sooner (finish_reason "length")."""
     sampling: SamplingParams
-    """How tokens are drawn. The seed is always set: the API draws one where the client gave none."""
+    """How tokens are drawn. The seed is always set: the API draws one where a client gave none."""
     stop_token_ids: frozenset[int] = frozenset()
     """A drawn token of these ends the sequence (finish_reason "stop")."""
     score_prompt: bool = False
@@ -48,7 +48,7 @@ class GeneratedToken:
     finish_reason: FinishReason | None = None
     """Set in the last event, and only there."""
     prompt_scores: tuple[TargetScore | None, ...] = ()
-    """In the first event of a request with `score_prompt`: one per prompt token, None for the first."""
+    """In the first event of a request with `score_prompt`: one per prompt token, first None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Engine(Protocol):
 
         Raises:
             NotReady: the model is not loaded on enough nodes now; the text names what is missing.
-            CapacityExceeded: the prompt does not fit the context or the KV cache, or the queue is full.
+            CapacityExceeded: the prompt fits neither context nor KV cache, or the queue is full.
             StageFailed, PeerLost: a stage failed while the sequence ran.
         """
         ...

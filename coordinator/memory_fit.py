@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from coordinator.config import DeploymentConfig
 from coordinator.model_cost import NodeCapacity, model_cost
@@ -34,7 +35,9 @@ def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapa
     Raises:
         PlacementError: it does not fit with what the user set, or not even at the least.
     """
-    cost = model_cost(spec, dtype=run_dtype(config, spec))
+    # A stage that is first and last holds a tied table twice: packing re-lays the head for the
+    # matrix kernels, while the embedding needs the rows as they are.
+    cost = replace(model_cost(spec, dtype=run_dtype(config, spec)), tied=False)
     first_error: PlacementError | None = None
     for context, concurrency in _choices(config, spec.max_context_tokens):
         try:

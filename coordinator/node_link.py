@@ -97,8 +97,9 @@ class NodeLink:
                 left = stall_seconds - (time.monotonic() - moved_at)
                 async with asyncio.timeout(max(left, 0.0)):
                     message = await call.read()
-                if message == grpc.aio.EOF:
+                if message is grpc.aio.EOF:
                     raise ProtocolError(f"{where}: the node ended the load without a result")
+                assert isinstance(message, node_pb2.LoadStageProgress)
                 if message.loaded_bytes != loaded:
                     loaded, moved_at = message.loaded_bytes, time.monotonic()
                 yield LoadProgress(
@@ -177,7 +178,7 @@ class NodeLink:
             raise self._silent(where, _CONTROL_TIMEOUT_SECONDS) from error
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._ended(call, error, where) from error
-        if ack == grpc.aio.EOF:
+        if ack is grpc.aio.EOF:
             raise await self._ended(call, None, where)
         return StepStream(self, call)
 
@@ -195,11 +196,11 @@ class NodeLink:
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_SECONDS):
                 first = await call.read()
-            if first == grpc.aio.EOF or not first.accepted:
+            if not isinstance(first, node_pb2.StepResult) or not first.accepted:
                 raise ProtocolError(f"{where}: the node did not accept the watcher")
             yield None
             # No deadline here: results come when steps go in, whose own deadline watches over them.
-            while (message := await call.read()) != grpc.aio.EOF:
+            while isinstance(message := await call.read(), node_pb2.StepResult):
                 yield step_result_from_proto(message)
             raise PeerLost(f"{where}: the node ended the stream", node_id=self.node.node_id)
         except TimeoutError as error:

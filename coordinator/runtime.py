@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from coordinator.generation import GeneratedToken, GenerationRequest
 from coordinator.pipeline import Pipeline
 from coordinator.scheduler import Scheduler
-from stagemesh.errors import PeerLost, ProtocolError, StagemeshError, StageFailed
+from stagemesh.errors import PeerLost, ProtocolError, StageFailed, StagemeshError
 from stagemesh.steps import StepFailure, StepResult
 
 logger = logging.getLogger(__name__)

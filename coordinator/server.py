@@ -173,8 +173,8 @@ class Coordinator:
         except OSError as error:
             server.close()
             raise ConfigError(
-                f"cannot serve the API on {host}:{port}: {error.strerror}; choose another with --port "
-                "or end what uses it"
+                f"cannot serve the API on {host}:{port}: {error.strerror}; choose another with "
+                "--port or end what uses it"
             ) from error
         return server
 

@@ -1,4 +1,4 @@
-"""Command line of the node daemon. Imports torch only when the daemon starts, so --help is quick."""
+"""Command line of the node daemon. Torch is imported when the daemon starts, so --help is quick."""
 
 import importlib
 import os

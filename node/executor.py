@@ -1,6 +1,6 @@
 """The border between the event loop and torch: one compute thread per device.
 
-Every torch call of a device runs on its thread, in the order submitted, so engines need no locks and
+Every torch call of a device runs on its thread, in the order submitted: engines need no locks, and
 the loop that answers health checks and heartbeats never computes.
 """
 

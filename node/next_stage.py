@@ -79,7 +79,7 @@ class NextStage:
             ) from error
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._why(call, error, operation="link stages") from error
-        if ack == grpc.aio.EOF or not ack.accepted:
+        if not isinstance(ack, node_pb2.StepAck) or not ack.accepted:
             raise await self._why(call, None, operation="link stages")
         self._call = call
         return time.monotonic() - started

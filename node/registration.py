@@ -1,4 +1,4 @@
-"""The node's membership: a heartbeat stream to the coordinator, kept up for as long as the node lives.
+"""The node's membership: a heartbeat stream to the coordinator, kept up while the node lives.
 
 It has a channel of its own and runs on the event loop, which never computes, so neither a large
 tensor nor a long forward delays a beat.
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import grpc.aio
 
-from stagemesh.errors import PeerLost, StagemeshError
+from stagemesh.errors import PeerLost
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.status import from_rpc_error
@@ -143,7 +143,7 @@ class Registration:
             # The stream ended under the write; its status says why.
             await call.wait_for_connection()
             raise PeerLost(f"{self._peer} ended the stream") from error
-        return None if reply == grpc.aio.EOF else reply
+        return reply if isinstance(reply, coordinator_pb2.BeatReply) else None
 
     async def leave(self, node_id: str, start_id: str) -> None:
         """Tell the coordinator that this node stops on purpose; best effort within a second."""

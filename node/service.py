@@ -206,7 +206,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         if (hello.incarnation, hello.stage) != (own.incarnation, own.stage):
             raise NotReady(
                 f"node {self._node_id} runs stage {own.stage} of incarnation {own.incarnation} of "
-                f"{hello.deployment_id}, the sender wants stage {hello.stage} of {hello.incarnation}"
+                f"{hello.deployment_id}; the sender wants stage {hello.stage} of incarnation "
+                f"{hello.incarnation}"
             )
         return deployment.runner
 

@@ -89,7 +89,7 @@ class StageLoader:
 
 
 class _Counter:
-    """Shared between the compute thread, which counts, and the loop, which reads and may stop it."""
+    """Shared between the compute thread, which counts, and the loop, which may stop it."""
 
     def __init__(self) -> None:
         self.loaded_bytes = 0
@@ -140,12 +140,12 @@ def find_model(request: StageRequest) -> ModelSpec:
             continue
         if spec.fingerprint != request.fingerprint:
             raise CheckpointError(
-                f"the files of {request.model_name} at {spec.path} are not those that the coordinator "
-                f"planned with (fingerprint {spec.fingerprint[:12]}, expected {request.fingerprint[:12]}); "
-                "give all hosts the same files"
+                f"the files of {request.model_name} at {spec.path} are not those that the "
+                f"coordinator planned with (fingerprint {spec.fingerprint[:12]}, expected "
+                f"{request.fingerprint[:12]}); give all hosts the same files"
             )
         return spec
     raise ModelNotFound(
-        f"this node has no files of {request.model_name}; tried {', '.join(tried)}. Put the model at "
-        "the same path on each host, or on a shared folder"
+        f"this node has no files of {request.model_name}; tried {', '.join(tried)}. Put the "
+        "model at the same path on each host, or on a shared folder"
     )

@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-class Bytes(click.ParamType):
+class Bytes(click.ParamType[int]):
     """A size on the command line."""
 
     name = "size"
@@ -148,7 +148,7 @@ def _on_stdin(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None]) -> N
 
 
 def guarded(function: Callable[[], int], *, log_format: str, log_level: str) -> None:
-    """Set up logging, run, and exit: an error of ours is one line on standard error and status 1."""
+    """Set up logging, run, exit: an error of ours is one line on standard error and status 1."""
     setup_logging("json" if log_format == "json" else "text", log_level)
     try:
         status = function()
@@ -159,7 +159,15 @@ def guarded(function: Callable[[], int], *, log_format: str, log_level: str) -> 
         ours, rest = group.split(StagemeshError)
         if rest is not None or ours is None:
             raise
-        for error in ours.exceptions:
-            click.echo(f"error: {error}", err=True)
+        for each in _leaves(ours):
+            click.echo(f"error: {each}", err=True)
         status = 1
     raise SystemExit(status)
+
+
+def _leaves(group: ExceptionGroup[StagemeshError]) -> list[Exception]:
+    """The exceptions of nested groups, in order."""
+    leaves: list[Exception] = []
+    for error in group.exceptions:
+        leaves.extend(_leaves(error) if isinstance(error, ExceptionGroup) else [error])
+    return leaves

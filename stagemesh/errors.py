@@ -15,7 +15,7 @@ StagemeshError
 |-- StageFailed                        a stage raised; carries the remote type, text and traceback
 `-- CommError                          communication between ranks or nodes failed
     |-- PeerLost                       a rank or node is gone
-    |-- CollectiveMismatch             ranks called different operations, dtypes, shapes or reduce ops
+    |-- CollectiveMismatch             ranks called different operations, dtypes or shapes
     |-- CollectiveTimeout              the deadline of an operation passed
     `-- GroupAborted                   the group was aborted; carries the cause
 

@@ -86,6 +86,7 @@ class Answer:
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     *,
     prompt: str,
     nodes: int | None,
@@ -211,7 +212,7 @@ async def _guard(call: Any, api: str) -> httpx.Response:
         response = await call
     except httpx.TransportError as error:
         raise CommError(
-            f"cannot reach the API at {api}: {error or type(error).__name__}; start one with "
+            f"cannot reach the API at {api}: {str(error) or type(error).__name__}; start one with "
             "'coordinator up' or 'coordinator serve', or ask for a local cluster with --nodes 3"
         ) from error
     assert isinstance(response, httpx.Response)
@@ -243,7 +244,7 @@ async def _stream(
                         yield choice["delta"]["content"]
         except httpx.TransportError as error:
             raise CommError(
-                f"the API at {api} broke off: {error or type(error).__name__}"
+                f"the API at {api} broke off: {str(error) or type(error).__name__}"
             ) from error
         finally:
             await response.aclose()

@@ -17,8 +17,8 @@ from coordinator.commands.render import LoadBars
 from coordinator.commands.running import announce, run_with_announcement
 from coordinator.config import CoordinatorConfig
 from coordinator.local_cluster import LocalClusterConfig, local_cluster, wait_ready
-from stagemesh.layout import Plan
 from stagemesh.cli_support import guarded, log_options, run_until_signalled
+from stagemesh.layout import Plan
 
 
 @click.command("up")

@@ -106,7 +106,8 @@ class StepContext:
 
 def mask_rule(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> MaskRule:
     """Mask function for transformers: keep the predicate, build nothing."""
-    return MaskRule(mask_function, is_causal=mask_function is causal_mask_function)
+    causal: Callable[..., Any] = causal_mask_function
+    return MaskRule(mask_function, is_causal=mask_function is causal)
 
 
 def segment_attention(

@@ -53,7 +53,7 @@ class Session:
             dtype=layout.dtype,
             device=layout.device,
         )
-        # One view per layer, made once: slicing the block anew costs microseconds per layer and step.
+        # One view per layer, made once: slicing anew costs microseconds per layer and step.
         self.keys = [self._block[layer, 0] for layer in range(layout.num_layers)]
         self.values = [self._block[layer, 1] for layer in range(layout.num_layers)]
 
@@ -97,8 +97,8 @@ class KVCache:
         held = 0 if session is None else session.length
         if start_position != held:
             raise ProtocolError(
-                f"session {session_id} holds {held} tokens here, but the segment starts at position "
-                f"{start_position}"
+                f"session {session_id} holds {held} tokens here, but the segment starts at "
+                f"position {start_position}"
             )
         needed = start_position + num_tokens
         if session is None or needed > session.capacity:

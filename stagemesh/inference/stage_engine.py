@@ -78,8 +78,8 @@ class StageEngine:
         """Build, load and try out a stage.
 
         Raises:
-            UnsupportedModel: the family does something around its layers that stages cannot do; found
-                by running it before anyone waits for an answer.
+            UnsupportedModel: the family does something around its layers that stages cannot do;
+                found by running it before anyone waits for an answer.
             CheckpointError: the checkpoint's files are wrong.
         """
         attention.register()
@@ -161,7 +161,8 @@ class StageEngine:
         if self.stage.is_first:
             if len(step.token_ids) != step.num_tokens:
                 raise ProtocolError(
-                    f"step {step.step_id} has {len(step.token_ids)} token ids for {step.num_tokens} tokens"
+                    f"step {step.step_id} has {len(step.token_ids)} token ids for "
+                    f"{step.num_tokens} tokens"
                 )
             worst = max(step.token_ids)
             if worst >= self._vocab_size:

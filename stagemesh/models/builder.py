@@ -1,14 +1,15 @@
 """Build one stage of a model from the family's own transformers class.
 
 The class is built on the meta device, so nothing is allocated; layers outside [start_layer,
-end_layer) become pass-throughs, embedding, final norm and head stay only where the stage needs them,
-and exactly the parameters that remain are read from the checkpoint.
+end_layer) become pass-throughs, embedding, final norm and head stay only where the stage needs
+them, and exactly the parameters that remain are read from the checkpoint.
 """
 
 import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec, TensorInfo
-from stagemesh.models.packed_linear import can_pack, pack_linears
+from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears
 from stagemesh.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
@@ -111,11 +112,10 @@ def build_stage(
     _prune(model, range(start_layer, end_layer), is_first=is_first, is_last=is_last)
     reader = WeightReader(spec, on_bytes=on_bytes)
     infos = {info.name: info for info in spec.tensors_for_stage(start_layer, end_layer)}
-    _fill(model, infos, reader, device=device, keep_tied=is_first and is_last)
+    _fill(model, infos, reader, path=spec.path, device=device, keep_tied=is_first and is_last)
     _materialize_buffers(model, device=device)
     _apply_rope_factors(model, spec)
-    model.eval().requires_grad_(requires_grad=False)
-    weight_bytes = sum(p.numel() * p.element_size() for p in _unique_parameters(model))
+    model.train(mode=False).requires_grad_(requires_grad=False)
     if can_pack(device):
         _untie_for_packing(model)
         pack_linears(model)
@@ -129,7 +129,7 @@ def build_stage(
         dtype=DTYPES[dtype],
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=spec.head_dim,
-        weight_bytes=weight_bytes,
+        weight_bytes=_weight_bytes(model),
         read_bytes=reader.read_bytes,
     )
 
@@ -146,15 +146,15 @@ def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
     unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if unknown:
         raise UnsupportedModel(
-            f"{spec.name} ({config.model_type}): layers of type {', '.join(sorted(unknown))} are not "
-            f"supported; supported: {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
+            f"{spec.name} ({config.model_type}): layers of type {', '.join(sorted(unknown))} are "
+            f"not supported; supported: {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind in _BATCH_DEPENDENT_ROPE:
         raise UnsupportedModel(
-            f"{spec.name}: rope type {kind!r} depends on the longest sequence of a batch and is not "
-            "supported"
+            f"{spec.name}: rope type {kind!r} depends on the longest sequence of a batch and is "
+            "not supported"
         )
     config._attn_implementation = attention
     # The eager expert loop is exact for any number of rows; no family gets another by default.
@@ -165,15 +165,17 @@ def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
 def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype
+            )
     except (KeyError, ValueError, TypeError) as error:
         raise UnsupportedModel(
             f"transformers cannot build {config.model_type} as a causal language model: {error}"
         ) from error
     if not model._supports_attention_backend:
         raise UnsupportedModel(
-            f"{config.model_type}: its class does not use transformers' attention interface, so its "
-            "attention cannot run on stagemesh's KV cache"
+            f"{config.model_type}: its class does not use transformers' attention interface, so "
+            "its attention cannot run on stagemesh's KV cache"
         )
     return model
 
@@ -197,7 +199,7 @@ def _prune(model: PreTrainedModel, kept: range, *, is_first: bool, is_last: bool
     if not is_last:
         for name in after:
             setattr(base, name, Passthrough())
-        model.set_output_embeddings(Elsewhere("output head"))
+        model.set_output_embeddings(Elsewhere("output head"))  # type: ignore[no-untyped-call]
 
 
 def _fill(
@@ -205,12 +207,13 @@ def _fill(
     infos: dict[str, TensorInfo],
     reader: WeightReader,
     *,
+    path: Path,
     device: torch.device,
     keep_tied: bool,
 ) -> None:
     """Read each remaining parameter from the checkpoint."""
     embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
+    head = _head(model)
     head_name = _name_of(model, head)
     tied_source = None
     if head_name is not None and f"{head_name}.weight" not in infos:
@@ -223,7 +226,7 @@ def _fill(
             continue
         info = infos.get(tied_source if is_tied_head and tied_source else name)
         if info is None:
-            raise CheckpointError(f"{reader.spec.path}: the checkpoint has no tensor {name}")
+            raise CheckpointError(f"{path}: the checkpoint has no tensor {name}")
         if tuple(info.shape) != tuple(parameter.shape):
             raise CheckpointError(
                 f"{info.file}: tensor {info.source_name} has shape {list(info.shape)}, the model's "
@@ -233,7 +236,13 @@ def _fill(
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     if keep_tied and tied_source is not None:
+        assert head is not None
         head.weight = embedding.weight
+
+
+def _head(model: PreTrainedModel) -> nn.Module | None:
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head
 
 
 def _name_of(model: nn.Module, module: nn.Module | None) -> str | None:
@@ -270,10 +279,10 @@ def _recompute(model: PreTrainedModel, module: nn.Module) -> None:
     if not hasattr(module, "original_inv_freq"):
         names = ", ".join(name for name, _ in module.named_buffers(recurse=False))
         raise UnsupportedModel(
-            f"{model.config.model_type}: {type(module).__name__} has buffers ({names}) that are in no "
-            "checkpoint and that stagemesh cannot compute"
+            f"{model.config.model_type}: {type(module).__name__} has buffers ({names}) that are in "
+            "no checkpoint and that stagemesh cannot compute"
         )
-    fresh = type(module)(module.config)  # type: ignore[call-arg]
+    fresh = type(module)(module.config)
     for name, buffer in fresh.named_buffers(recurse=False):
         getattr(module, name).copy_(buffer)
 
@@ -283,23 +292,23 @@ def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:
     factors = spec.rope_frequency_factors
     if factors is None:
         return
-    for module in model.modules():
-        if hasattr(module, "original_inv_freq"):
-            scale = torch.tensor(factors, dtype=torch.float32, device=module.inv_freq.device)
-            if scale.shape != module.inv_freq.shape:
-                raise CheckpointError(
-                    f"{spec.path}: {len(factors)} rope factors for {module.inv_freq.numel()} frequencies"
-                )
-            module.inv_freq.div_(scale)
-            module.original_inv_freq.div_(scale)
+    for name, frequencies in model.named_buffers():
+        if name.rpartition(".")[2] not in ("inv_freq", "original_inv_freq"):
+            continue
+        if frequencies.shape != (len(factors),):
+            raise CheckpointError(
+                f"{spec.path}: {len(factors)} rope factors for {frequencies.numel()} frequencies"
+            )
+        frequencies.div_(torch.tensor(factors, device=frequencies.device))
 
 
-def _unique_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return list(model.parameters())
+def _weight_bytes(model: nn.Module) -> int:
+    packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, PackedLinear))
+    return packed + sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _untie_for_packing(model: PreTrainedModel) -> None:
     """Give a tied head its own parameter object: packing re-lays the head, the table must stay."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = _head(model), model.get_input_embeddings()
     if isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None):
         head.weight = nn.Parameter(head.weight.data, requires_grad=False)

@@ -32,7 +32,8 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.weight_bytes = linear.weight.numel() * linear.weight.element_size()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias, requires_grad=False)
+        bias: torch.Tensor | None = linear.bias
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
@@ -50,7 +51,7 @@ def can_pack(device: torch.device) -> bool:
     """Whether this build of torch has the kernels for `device`."""
     return (
         device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
