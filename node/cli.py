@@ -28,7 +28,14 @@ from stagemesh.version import SOFTWARE_VERSION
 @click.option("--threads", "num_threads", type=int, help="CPU threads; all cores by default.")
 @click.option("--memory", "memory_bytes", type=Bytes(), help="Memory to offer, e.g. 8GiB.")
 @click.option("--insecure", is_flag=True, help="Listen publicly without a token.")
-@click.option("--mqtt", "mqtt_url", metavar="URL", help="Broker, e.g. mqtt://host:1883.")
+@click.option(
+    "--mqtt",
+    "mqtt_url",
+    metavar="URL",
+    envvar="STAGEMESH_MQTT",
+    show_envvar=True,
+    help="Broker, e.g. mqtt://host:1883.",
+)
 @click.option("--cluster", default="default", help="Cluster name in MQTT topics.")
 @click.option("--exit-with-parent", is_flag=True, help="Stop when standard input ends.")
 @token_options
@@ -65,7 +72,7 @@ def main(
             memory_bytes=memory_bytes,
             token=read_token(token_file, token),
             insecure=insecure,
-            mqtt_url=mqtt_url,
+            mqtt_url=mqtt_url or None,
             cluster=cluster,
         )
         _quiet_idle_threads()

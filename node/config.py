@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from stagemesh.errors import ConfigError
+from stagemesh.telemetry.config import parse_mqtt_url
+from stagemesh.telemetry.topics import Topics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class NodeConfig:
     """Broker for presence and telemetry."""
     cluster: str = "default"
     """Name of the cluster in MQTT topics."""
+    metrics_seconds: float = 5.0
+    """Pause between two measurements that go to the broker."""
     grace_seconds: float = 5.0
     """Bound of a clean shutdown."""
     max_tensor_bytes: int = 2 * 2**30
@@ -45,6 +49,11 @@ class NodeConfig:
             raise ConfigError(f"threads must be at least 1, got {self.num_threads}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ConfigError(f"memory must be positive, got {self.memory_bytes} bytes")
+        if self.mqtt_url is not None:
+            parse_mqtt_url(self.mqtt_url)
+            Topics(cluster=self.cluster)
+        if self.metrics_seconds <= 0:
+            raise ConfigError(f"metrics_seconds must be positive, got {self.metrics_seconds}")
         for name in ("bind", "advertise", "coordinator"):
             value = getattr(self, name)
             if value is not None and not _is_address(value):

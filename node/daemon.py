@@ -3,8 +3,9 @@
     async with NodeDaemon(config) as daemon:
         await daemon.run()
 
-Stop order: leave the cluster -> end the stages' streams and free their memory -> drop the compute
-thread's queue -> stop the server within the grace. Nothing starts in the constructor.
+Stop order: leave the cluster -> say "offline" -> end the stages' streams and free their memory ->
+drop the compute thread's queue -> stop the server within the grace. Nothing starts in the
+constructor.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ from node.executor import ComputeThread
 from node.registration import Registration
 from node.service import NodeServicer
 from node.stage_loader import StageLoader
-from node.status import NodeReporter
+from node.status import NodeReporter, stage_metrics
+from node.telemetry import NodeTelemetry
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import node_pb2_grpc
 
@@ -64,6 +66,7 @@ class NodeDaemon:
             node_id=config.node_id,
         )
         self._registration: Registration | None = None
+        self._telemetry: NodeTelemetry | None = None
 
     @property
     def address(self) -> str:
@@ -83,7 +86,17 @@ class NodeDaemon:
                 coordinator=self._config.coordinator,
                 token=self._config.token,
                 status=self.servicer.node_status,
-                on_new_coordinator=self.servicer.unload_all,
+                on_orphaned=self.servicer.unload_all,
+            )
+        if self._config.mqtt_url is not None:
+            self._telemetry = NodeTelemetry(
+                self._config.mqtt_url,
+                cluster=self._config.cluster,
+                node_id=self._config.node_id,
+                start_id=self._reporter.start_id,
+                address=self._reporter.address,
+                interval_seconds=self._config.metrics_seconds,
+                stages=lambda: [stage_metrics(s) for s in self.servicer.stage_statuses()],
             )
         logger.info(
             "node is up",
@@ -112,6 +125,17 @@ class NodeDaemon:
         Raises:
             StagemeshError: the coordinator refuses this node for good.
         """
+        if self._telemetry is None:
+            await self._stay_registered()
+            return
+        publishing = asyncio.create_task(self._telemetry.run(), name="telemetry")
+        try:
+            await self._stay_registered()
+        finally:
+            await self._telemetry.stop()
+            await publishing
+
+    async def _stay_registered(self) -> None:
         if self._registration is None:
             await asyncio.Event().wait()
             return

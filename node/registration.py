@@ -6,13 +6,14 @@ tensor nor a long forward delays a beat.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 
 import grpc
 import grpc.aio
 
-from stagemesh.errors import PeerLost
+from stagemesh.errors import NotReady, PeerLost, StagemeshError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.status import from_rpc_error
@@ -32,8 +33,8 @@ class Registration:
         coordinator: host:port of the coordinator.
         token: the cluster's token.
         status: the node's current status.
-        on_new_coordinator: awaited when another coordinator process answers than before: what the
-            old one had loaded here is nobody's.
+        on_orphaned: awaited when what is loaded here has become nobody's: another coordinator
+            process answers than before, or the coordinator must have counted this node as lost.
     """
 
     def __init__(
@@ -42,13 +43,15 @@ class Registration:
         coordinator: str,
         token: str | None,
         status: Callable[[], node_pb2.NodeStatus],
-        on_new_coordinator: Callable[[], Awaitable[None]],
+        on_orphaned: Callable[[], Awaitable[None]],
     ) -> None:
         self._address = coordinator
         self._token = token
         self._status = status
-        self._on_new_coordinator = on_new_coordinator
+        self._on_orphaned = on_orphaned
         self._coordinator_id = ""
+        self._silence_seconds = math.inf
+        self._replied_at = time.monotonic()
         self._channel: grpc.aio.Channel | None = None
         self.joined = asyncio.Event()
 
@@ -78,11 +81,20 @@ class Registration:
             self.joined.clear()
             if not isinstance(reason, PeerLost) and not was_joined:
                 raise reason
+            if self._is_lost(reason):
+                # Stopped, cut off or too slow for longer than the coordinator waits: it has planned
+                # without this node and could not reach it to free its memory.
+                await self._on_orphaned()
             retry_seconds = (
                 _FIRST_RETRY_SECONDS if was_joined else min(2 * retry_seconds, _LAST_RETRY_SECONDS)
             )
             logger.warning("no coordinator: %s; trying again in %.1f s", reason, retry_seconds)
             await asyncio.sleep(retry_seconds)
+
+    def _is_lost(self, reason: StagemeshError) -> bool:
+        """Whether the coordinator has counted this node as lost."""
+        silence = time.monotonic() - self._replied_at
+        return isinstance(reason, NotReady) or silence > self._silence_seconds
 
     @property
     def _peer(self) -> str:
@@ -118,8 +130,9 @@ class Registration:
             raise PeerLost(f"{self._peer} ended the stream before it answered")
         if self._coordinator_id not in ("", reply.coordinator_id):
             logger.warning("another coordinator answers; its predecessor's stages are unloaded")
-            await self._on_new_coordinator()
+            await self._on_orphaned()
         self._coordinator_id = reply.coordinator_id
+        self._silence_seconds = reply.limit_seconds
         self.joined.set()
         logger.info("registered", extra={"coordinator": self._address})
         return reply.interval_seconds, reply.limit_seconds
@@ -143,7 +156,10 @@ class Registration:
             # The stream ended under the write; its status says why.
             await call.wait_for_connection()
             raise PeerLost(f"{self._peer} ended the stream") from error
-        return reply if isinstance(reply, coordinator_pb2.BeatReply) else None
+        if not isinstance(reply, coordinator_pb2.BeatReply):
+            return None
+        self._replied_at = time.monotonic()
+        return reply
 
     async def leave(self, node_id: str, start_id: str) -> None:
         """Tell the coordinator that this node stops on purpose; best effort within a second."""

@@ -1,6 +1,7 @@
 """NodeService: the daemon's gRPC face to the coordinator and to the stage before."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -92,15 +93,17 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         check_version(request.version, peer="the coordinator")
         wanted = _stage_request(request)
         await self._unload(wanted.deployment_id)
-        async for event in self._loader.load(wanted):
-            if isinstance(event, Loaded):
-                # Another load of the same deployment may have ended meanwhile; the later one wins.
-                await self._unload(wanted.deployment_id)
-                yield self._start(wanted, event)
-            else:
-                yield node_pb2.LoadStageProgress(
-                    loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes
-                )
+        # Closed with this call, so that a caller who goes away stops the load at once.
+        async with contextlib.aclosing(self._loader.load(wanted)) as events:
+            async for event in events:
+                if isinstance(event, Loaded):
+                    # Another load of the same deployment may have ended meanwhile; the later wins.
+                    await self._unload(wanted.deployment_id)
+                    yield self._start(wanted, event)
+                else:
+                    yield node_pb2.LoadStageProgress(
+                        loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes
+                    )
 
     def _start(self, request: StageRequest, loaded: Loaded) -> node_pb2.LoadStageProgress:
         engine = loaded.engine
@@ -172,7 +175,10 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request_iterator: AsyncIterator[node_pb2.StepFrame], context: Context
     ) -> AsyncGenerator[node_pb2.StepAck, None]:
         """Take steps in until the sender ends the stream."""
-        hello = (await anext(aiter(request_iterator))).hello
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("hello"):
+            raise ProtocolError("the first frame of a stream of steps must be a hello")
+        hello = first.hello
         check_version(hello.version, peer="the sender of steps")
         runner = self._accept(hello)
         yield node_pb2.StepAck(accepted=True)
@@ -237,9 +243,11 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
 
     def node_status(self) -> node_pb2.NodeStatus:
         """The node and its stages, now."""
-        return self._status(
-            [describe_stage(d.request, d.runner) for d in self._deployments.values()]
-        )
+        return self._status(self.stage_statuses())
+
+    def stage_statuses(self) -> list[node_pb2.StageStatus]:
+        """The stages, now."""
+        return [describe_stage(d.request, d.runner) for d in self._deployments.values()]
 
     async def unload_all(self) -> None:
         """Free every stage."""

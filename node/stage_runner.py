@@ -21,7 +21,7 @@ from node.next_stage import NextStage
 from stagemesh.errors import CapacityExceeded, NotReady, StagemeshError
 from stagemesh.inference.stage_engine import StageEngine, StageOutput
 from stagemesh.layout import StageAssignment
-from stagemesh.steps import StageTiming, Step, StepFailure, StepResult
+from stagemesh.steps import SEND_OPERATION, StageTiming, Step, StepFailure, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class StageRunner:
                     replace(step, token_ids=()), output.activation, timings=item.timings
                 )
             except StagemeshError as error:
-                self._report(step.step_id, error, operation="send activation")
+                self._report(step.step_id, error, operation=SEND_OPERATION)
 
     def _report(self, step_id: int, error: Exception, *, operation: str) -> None:
         failure = StepFailure(

@@ -3,6 +3,7 @@
 import platform
 import time
 import uuid
+from typing import Any
 
 import psutil
 
@@ -74,3 +75,21 @@ def describe_stage(request: StageRequest, runner: StageRunner) -> node_pb2.Stage
         num_tokens=runner.counters.num_tokens,
         compute_seconds=runner.counters.compute_nanos / 1e9,
     )
+
+
+def stage_metrics(status: node_pb2.StageStatus) -> dict[str, Any]:
+    """A stage as it is measured for telemetry."""
+    return {
+        "deployment_id": status.deployment_id,
+        "model": status.model,
+        "stage": status.stage,
+        "start_layer": status.start_layer,
+        "end_layer": status.end_layer,
+        "weight_bytes": status.weight_bytes,
+        "kv_used_bytes": status.kv_used_bytes,
+        "kv_limit_bytes": status.kv_limit_bytes,
+        "num_sessions": status.num_sessions,
+        "num_steps": status.num_steps,
+        "num_tokens": status.num_tokens,
+        "compute_seconds": status.compute_seconds,
+    }

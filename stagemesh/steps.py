@@ -125,6 +125,10 @@ class StageTiming:
     """On the compute thread."""
 
 
+SEND_OPERATION = "send activation"
+"""`operation` of a failure to reach the next stage: no later step will reach it either."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailure:
     """Why a step failed, and where."""

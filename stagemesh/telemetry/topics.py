@@ -3,7 +3,7 @@
     nodes/{node_id}/status               retained, last will
     nodes/{node_id}/metrics
     coordinator/status                   retained, last will
-    deployments/{deployment_id}/placement  retained
+    deployments/{model}/placement        retained
     requests/{request_id}/events
 
 Ids are percent-encoded where they hold characters that mean something in a topic (`/`, `+`, `#`),
@@ -59,9 +59,9 @@ class Topics:
         """Measurements of a node."""
         return f"{self.base}/nodes/{_level(node_id, 'node_id')}/metrics"
 
-    def placement(self, deployment_id: str) -> str:
-        """Which node runs which layers of a deployment."""
-        return f"{self.base}/deployments/{_level(deployment_id, 'deployment_id')}/placement"
+    def placement(self, model: str) -> str:
+        """Which node runs which layers of a model."""
+        return f"{self.base}/deployments/{_level(model, 'model')}/placement"
 
     def request_events(self, request_id: str) -> str:
         """What happens to a request."""
