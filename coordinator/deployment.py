@@ -92,7 +92,10 @@ class Deployment:
         self._used: dict[str, str] = {}
         self._was_ready = False
         self._failed_with: frozenset[str] = frozenset()
-        self._retry_seconds = _FIRST_RETRY_SECONDS
+        # Doubled before each use.
+        self._retry_seconds = _FIRST_RETRY_SECONDS / 2
+        # Why the last plan was given up, until another one is ready.
+        self._lost = ""
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -157,10 +160,12 @@ class Deployment:
                 self._enter("waiting", detail)
                 return seconds
             case Abandon(detail):
+                self._lost = detail
                 await self._tear_down(PeerLost(f"{self.name}: {detail}"))
                 self._enter("waiting", detail)
                 return 0.0
-            case Place(nodes):
+            # Work that has ended but still frees its memory tells when it is through.
+            case Place(nodes) if self._work is None:
                 self._place(nodes)
         return None
 
@@ -170,14 +175,16 @@ class Deployment:
         try:
             plan = fit_plan(self.config, self.spec, capacities)
         except (PlacementError, ConfigError) as error:
-            self._fail(str(error))
+            self._fail("; ".join(filter(None, (str(error), self._lost))))
             return
         by_id = {node.node_id: node for node in nodes}
         self.plan = plan
         self._used = {s.node_id: by_id[s.node_id].start_id for s in plan.stages}
         self._incarnation += 1
         self.loaded_bytes = {}
-        self._enter("loading", f"loading {plan.num_stages} stages")
+        # Who asks while it loads anew shall hear why.
+        since = f", since {self._lost}" if self._lost else ""
+        self._enter("loading", f"loading {plan.num_stages} stages{since}")
         self._work = asyncio.create_task(
             self._work_on(plan, [by_id[s.node_id] for s in plan.stages]),
             name=f"deployment-{self.deployment_id}",
@@ -188,22 +195,24 @@ class Deployment:
         links = [NodeLink(node, token=self._token) for node in nodes]
         try:
             await self._load_and_run(plan, links)
-        except CommError as error:
+        except (CommError, NotReady) as error:
             # The node may be back in a moment, or the registry not know of its loss yet.
             logger.warning("pipeline lost: %s", error)
             self._break(error)
-            await asyncio.sleep(self._retry_seconds)
             self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
-            self._done()
         except StagemeshError as error:
             self._break(error)
             self._fail(str(error))
-            self._done()
+        except Exception as error:  # root of this task: nobody else would hear of it
+            logger.exception("deployment broke", extra={"model": self.name})
+            broken = StagemeshError(f"{self.name}: internal error ({type(error).__name__})")
+            self._break(broken)
+            self._fail(f"{broken}; the coordinator's log has the traceback")
         finally:
+            # Before the next plan: its stages have the same deployment id.
             await asyncio.gather(*(self._unload(link) for link in links))
-
-    def _done(self) -> None:
-        """The work ended by itself: decide again."""
+        if self.phase == "waiting":
+            await asyncio.sleep(self._retry_seconds)
         self._work = None
         self._used = {}
         self.notify()
@@ -225,7 +234,8 @@ class Deployment:
             await runtime.pipeline.open(timeout_seconds=self._limits.link_seconds)
             self.runtime = runtime
             self._was_ready = True
-            self._retry_seconds = _FIRST_RETRY_SECONDS
+            self._retry_seconds = _FIRST_RETRY_SECONDS / 2
+            self._lost = ""
             self._enter("ready", "")
             await runtime.run()
         finally:
@@ -262,6 +272,7 @@ class Deployment:
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.fail(error)
+        self._lost = self._lost or str(error)
         self._enter("waiting", str(error))
 
     def _fail(self, detail: str) -> None:
@@ -279,6 +290,7 @@ class Deployment:
 
     async def _tear_down(self, error: StagemeshError) -> None:
         """End what runs with `error` and wait, within bounds, until its memory is freed."""
+        self.plan = None
         self._break(error)
         work, self._work = self._work, None
         self._used = {}

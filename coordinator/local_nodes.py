@@ -77,18 +77,18 @@ class LocalNodes:
             *("--threads", str(self._threads)),
             *("--memory", str(self._memory_bytes)),
             *("--device", self._device),
-            *(("--mqtt", self._mqtt_url) if self._mqtt_url else ()),
             *("--log-level", "info", "--exit-with-parent"),
         ]
-        # Through the environment, not the command line, which every user of the host can read.
-        secret = {} if self._token is None else {"STAGEMESH_TOKEN": self._token}
+        # Through the environment, not the command line, which every user of the host can read. What
+        # this process has inherited for itself is not for nodes of a cluster that knows no token.
+        secrets = {"STAGEMESH_TOKEN": self._token or "", "STAGEMESH_MQTT": self._mqtt_url or ""}
         with self.log_path(node_id).open("wb") as log:
             self.processes[node_id] = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **secret},
+                env={**os.environ, **secrets},
             )
         logger.info(
             "node started", extra={"peer": node_id, "child_pid": self.processes[node_id].pid}

@@ -135,7 +135,7 @@ class NodeLink:
             next_address=next_node.address,
             timeout_seconds=timeout_seconds,
         )
-        where = f"link {self} to node {next_node.node_id} ({next_node.address})"
+        where = f"link to node {next_node.node_id} ({next_node.address}) on {self}"
         try:
             # The node's own limit is the shorter one, since its error says more.
             reply = await self._control_stub.LinkStage(request, timeout=timeout_seconds + 2.0)
@@ -192,7 +192,7 @@ class NodeLink:
             deployment_id=order.deployment_id, incarnation=order.incarnation
         )
         call = self._data_stub.WatchResults(request)
-        where = f"results of {self}"
+        where = f"watch results on {self}"
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_SECONDS):
                 first = await call.read()
@@ -216,7 +216,9 @@ class NodeLink:
         await self._data.close()
 
     def _mapped(self, error: grpc.aio.AioRpcError, where: str) -> StagemeshError:
-        return from_rpc_error(error, operation=where, peer=str(self))
+        # The peer is named once, by the mapping.
+        operation = where.removesuffix(f" on {self}").removesuffix(f" to {self}")
+        return from_rpc_error(error, operation=operation, peer=str(self))
 
     def _silent(self, where: str, seconds: float) -> PeerLost:
         return PeerLost(f"{where}: no answer within {seconds:.0f} s", node_id=self.node.node_id)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from coordinator.node_link import LoadOrder, NodeLink, StepStream
-from stagemesh.errors import StagemeshError
+from stagemesh.errors import PeerLost, StagemeshError
 from stagemesh.layout import Plan
 from stagemesh.steps import Step, StepResult
 
@@ -56,13 +56,26 @@ class Pipeline:
             await link.link_stage(
                 self._order.deployment_id, following.node, timeout_seconds=timeout_seconds
             )
-        accepted = [asyncio.get_running_loop().create_future() for _ in self._links]
+        loop = asyncio.get_running_loop()
+        accepted: list[asyncio.Future[None]] = [loop.create_future() for _ in self._links]
         for link, ready in zip(self._links, accepted, strict=True):
             self._watchers.append(
                 asyncio.create_task(self._watch(link, ready), name=f"results-{link.node.node_id}")
             )
-        async with asyncio.timeout(timeout_seconds):
-            await asyncio.gather(*accepted)
+        done, waiting = await asyncio.wait(
+            accepted, timeout=timeout_seconds, return_when=asyncio.FIRST_EXCEPTION
+        )
+        errors = [error for future in done if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        if waiting:
+            silent = next(
+                link for link, f in zip(self._links, accepted, strict=True) if f in waiting
+            )
+            raise PeerLost(
+                f"{silent} did not accept a watcher within {timeout_seconds:.1f} s",
+                node_id=silent.node.node_id,
+            )
         self._steps = await self._links[0].open_steps(self._order)
 
     async def send(self, step: Step) -> None:

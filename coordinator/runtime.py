@@ -13,7 +13,7 @@ from coordinator.generation import GeneratedToken, GenerationRequest
 from coordinator.pipeline import Pipeline
 from coordinator.scheduler import Scheduler
 from stagemesh.errors import PeerLost, ProtocolError, StageFailed, StagemeshError
-from stagemesh.steps import StepFailure, StepResult
+from stagemesh.steps import SEND_OPERATION, StepFailure, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,10 @@ class Runtime:
         if sent_at is not None and result.failure is None:
             self.stats.add(result, now - sent_at)
         self._result_at = now
+        if result.failure is not None and result.failure.operation == SEND_OPERATION:
+            # The link between two stages broke while both may be well: only linking anew helps.
+            self.fail(PeerLost(_failure_text(result.failure), node_id=result.failure.node_id))
+            return
         try:
             events = self.scheduler.complete(result)
         except ProtocolError as error:
@@ -176,11 +180,17 @@ class Runtime:
 def _stage_failed(failure: StepFailure | None) -> StageFailed:
     assert failure is not None
     return StageFailed(
-        f"stage {failure.stage} on node {failure.node_id} failed to {failure.operation}: "
-        f"{failure.error_type}: {failure.message}",
+        _failure_text(failure),
         node_id=failure.node_id,
         stage=failure.stage,
         operation=failure.operation,
         error_type=failure.error_type,
         remote_traceback=failure.traceback,
+    )
+
+
+def _failure_text(failure: StepFailure) -> str:
+    return (
+        f"stage {failure.stage} on node {failure.node_id} failed to {failure.operation}: "
+        f"{failure.error_type}: {failure.message}"
     )

@@ -3,8 +3,8 @@
     async with Coordinator(config) as coordinator:
         await coordinator.run()
 
-Stop order: end the API's requests -> tear the pipelines down and unload the stages -> stop the gRPC
-server within the grace. Nothing starts in the constructor.
+Stop order: end the API's requests -> tear the pipelines down and unload the stages -> tell the
+broker -> stop the gRPC server within the grace. Nothing starts in the constructor.
 """
 
 import asyncio
@@ -27,11 +27,13 @@ from coordinator.telemetry import CoordinatorTelemetry
 from coordinator.texts import ServedTexts
 from stagemesh.errors import ConfigError
 from stagemesh.model_spec import load_model_spec
-from stagemesh.rpc.security import check_bind
+from stagemesh.rpc.security import check_bind, is_loopback
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import coordinator_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+_STREAM_GRACE_SECONDS = 0.5
 
 
 class _QuietServer(uvicorn.Server):
@@ -146,13 +148,18 @@ class Coordinator:
         if self._http is not None:
             self._http.should_exit = True
         for task in self._tasks:
-            if task.get_name() != "http":
+            if task.get_name() == "cluster":
                 task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._config.grace_seconds)
+        ending = [task for task in self._tasks if task.get_name() != "mqtt"]
+        if ending:
+            await asyncio.wait(ending, timeout=self._config.grace_seconds)
+        # After the cluster, whose last words it carries; bounded by a grace of its own.
+        if self.telemetry.bus is not None:
+            await self.telemetry.bus.stop()
         for task in self._tasks:
             task.cancel()
-        await self._rpc.stop(self._config.grace_seconds)
+        # Pipelines are closed: what is still open are heartbeats, which end only with us.
+        await self._rpc.stop(min(_STREAM_GRACE_SECONDS, self._config.grace_seconds))
         self.texts.close()
 
     def _bind_http(self) -> socket.socket | None:
@@ -160,6 +167,8 @@ class Coordinator:
         host, port = self._config.http_host, self._config.http_port
         if port is None:
             return None
+        if not is_loopback(host) and not self._config.api_keys:
+            logger.warning("the API on %s answers anyone; restrict it with --api-key-file", host)
         check_bind(
             host,
             token=next(iter(self._config.api_keys), self._config.token),

@@ -36,8 +36,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request_iterator: AsyncIterator[coordinator_pb2.Beat], context: Context
     ) -> AsyncGenerator[coordinator_pb2.BeatReply, None]:
         """A node's stream of life."""
-        first = await anext(aiter(request_iterator))
-        if not first.HasField("join"):
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("join"):
             raise ProtocolError("the first beat of a heartbeat stream must join")
         node = _node_info(first.join)
         limits, registry = self._cluster.limits, self._cluster.registry

@@ -7,6 +7,8 @@ from coordinator.cluster import Cluster, RequestEvent
 from coordinator.deployment import Deployment
 from stagemesh.telemetry.payload import Presence
 from stagemesh.telemetry.publisher import MqttTelemetry
+from stagemesh.telemetry.topics import MAX_ID_LENGTH
+from stagemesh.version import SOFTWARE_VERSION
 
 
 class CoordinatorTelemetry:
@@ -25,6 +27,7 @@ class CoordinatorTelemetry:
                 url,
                 client_id=f"stagemesh-{cluster_name}-coordinator",
                 start_id=uuid.uuid4().hex,
+                details={"version": SOFTWARE_VERSION},
                 cluster=cluster_name,
             )
         )
@@ -49,6 +52,7 @@ class CoordinatorTelemetry:
         plan = deployment.plan
         payload = {
             "model": deployment.name,
+            "deployment_id": deployment.deployment_id,
             "state": deployment.phase,
             "detail": deployment.detail,
             "time": time.time(),
@@ -63,7 +67,8 @@ class CoordinatorTelemetry:
                 for s in (() if plan is None else plan.stages)
             ],
         }
-        topic = self.bus.topics.placement(deployment.deployment_id)
+        # By name, not by id: an id is of one process, whose successor could not clear its topic.
+        topic = self.bus.topics.placement(deployment.name[:MAX_ID_LENGTH])
         self.bus.publish(topic, payload, retain=True)
 
     def request(self, event: RequestEvent) -> None:
