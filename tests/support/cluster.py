@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,19 @@ class RunningNode:
     stack: contextlib.AsyncExitStack
 
     async def stop(self) -> None:
-        """Stop it cleanly."""
+        """Stop it cleanly; one that has crashed is only tidied up."""
         self.task.cancel()
         await asyncio.wait({self.task}, timeout=5)
         await self.stack.aclose()
+
+    async def crash(self) -> None:
+        """End all its streams at once and without a word, as the end of its process would."""
+        registration = self.daemon.registration
+        assert registration is not None
+        registration.joined.clear()  # then it has nobody to say goodbye to
+        self.task.cancel()
+        await self.daemon._server.stop(0)
+        await self.stop()
 
 
 @dataclass(slots=True)
@@ -51,6 +60,7 @@ class Cluster:
     """A running cluster."""
 
     coordinator: Coordinator
+    config: CoordinatorConfig
     nodes: dict[str, RunningNode] = field(default_factory=dict)
     token: str | None = None
 
@@ -80,6 +90,13 @@ class Cluster:
         running = RunningNode(daemon, task, stack)
         self.nodes[node_id] = running
         return running
+
+    async def restart_coordinator(self) -> None:
+        """Stop the coordinator and start another one on the same ports."""
+        http_port = httpx.URL(self.api_url).port
+        config = replace(self.config, rpc_bind=self.coordinator.rpc_address, http_port=http_port)
+        await self.coordinator.__aexit__(None, None, None)
+        self.coordinator = await Coordinator(config).__aenter__()
 
     async def wait_ready(self, timeout_seconds: float = READY_SECONDS) -> None:
         """Wait until the models are served."""
@@ -134,7 +151,7 @@ class Cluster:
 
 
 def tiny_model(folder: Path, family: str = "llama", **config: Any) -> Path:
-    """A tiny random checkpoint of 4 layers with a byte-level tokenizer; see write_tiny_checkpoint."""
+    """A tiny random checkpoint of 4 layers (write_tiny_checkpoint) with a byte-level tokenizer."""
     path = write_tiny_checkpoint(folder / "model", family, vocab_size=260, num_layers=4, **config)
     write_byte_tokenizer(path)
     return path
@@ -181,20 +198,20 @@ async def start_cluster(
         token=token,
         mqtt_url=mqtt_url,
     )
-    async with Coordinator(config) as coordinator:
-        cluster = Cluster(coordinator, token=token)
-        try:
-            for index in range(1, num_nodes + 1):
-                await cluster.add_node(
-                    f"node-{index}", **{"mqtt_url": mqtt_url, **(node_settings or {})}
-                )
-            if wait and num_nodes:
-                await cluster.wait_ready()
-            yield cluster
-        except TimeoutError:
-            for task in asyncio.all_tasks():
-                task.print_stack(limit=4, file=sys.stderr)
-            raise
-        finally:
-            for node in cluster.nodes.values():
-                await node.stop()
+    cluster = Cluster(await Coordinator(config).__aenter__(), config, token=token)
+    try:
+        for index in range(1, num_nodes + 1):
+            await cluster.add_node(
+                f"node-{index}", **{"mqtt_url": mqtt_url, **(node_settings or {})}
+            )
+        if wait and num_nodes:
+            await cluster.wait_ready()
+        yield cluster
+    except TimeoutError:
+        for task in asyncio.all_tasks():
+            task.print_stack(limit=4, file=sys.stderr)
+        raise
+    finally:
+        for node in cluster.nodes.values():
+            await node.stop()
+        await cluster.coordinator.__aexit__(None, None, None)
