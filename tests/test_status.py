@@ -111,7 +111,7 @@ def test_what_is_not_ours_is_internal_and_subclasses_follow_their_parent():
 async def test_every_error_comes_back_as_its_class_from_every_kind_of_call(kind):
     async with raising() as (servicer, stub):
         for cls in _all_errors():
-            servicer.error = cls(f"text of {cls.__name__}: größer")
+            servicer.error = cls(f"text of {cls.__name__}: gr\u00f6\u00dfer")
             caught = await KINDS[kind](stub)
             assert caught.code() is STATUS_OF_ERROR[cls]
             rebuilt = from_rpc_error(caught, operation="try", peer="10.0.0.1:1")
@@ -165,7 +165,7 @@ async def test_a_foreign_exception_shows_its_name_but_not_its_text(kind, caplog)
 
 async def test_a_very_long_text_is_cut_and_still_arrives():
     async with raising() as (servicer, stub):
-        servicer.error = errors.ConfigError("ü" * 100_000)
+        servicer.error = errors.ConfigError("\u00fc" * 100_000)
         caught = await KINDS["unary-unary"](stub)
     rebuilt = from_rpc_error(caught, operation="o", peer="p")
     assert type(rebuilt) is errors.ConfigError

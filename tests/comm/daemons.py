@@ -1,8 +1,12 @@
 """Comm services on loopback, and drivers that call them."""
 
+import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -10,7 +14,7 @@ from node.comm_service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.comm.frames import reduce_op_to_proto
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.codec import TensorAssembler, encode_parts, header_of
+from stagemesh.rpc.codec import TensorAssembler, header_of, stream_parts
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
@@ -58,6 +62,36 @@ async def daemons(size: int, **settings: float) -> AsyncIterator[list[Daemon]]:
         yield started
 
 
+@contextlib.asynccontextmanager
+async def child_daemon(node_id: str) -> AsyncIterator[Any]:
+    """A daemon in a process of its own (tests.comm.child)."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.comm.child",
+        node_id,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    channel = None
+    try:
+        address = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+        channel = open_channel(address, token=None, kind="data")
+        yield SimpleNamespace(
+            node_id=node_id,
+            server=SimpleNamespace(address=address),
+            stub=comm_pb2_grpc.CommServiceStub(channel),
+            process=process,
+        )
+    finally:
+        if channel is not None:
+            await channel.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        process._transport.close()
+
+
 async def join(
     members: Sequence[Daemon],
     *,
@@ -87,7 +121,7 @@ async def _stream(
     call: comm_pb2.CommCall, tensor: torch.Tensor
 ) -> AsyncIterator[comm_pb2.CommTensor]:
     head: comm_pb2.CommCall | None = call
-    for part in encode_parts(tensor):
+    async for part in stream_parts(tensor):
         yield comm_pb2.CommTensor(call=head, part=part)
         head = None
 

@@ -1,48 +1,14 @@
 """A rank in another process, killed while the others wait for it."""
 
 import asyncio
-import contextlib
-import sys
 import time
-from types import SimpleNamespace
 
 import grpc
 import grpc.aio
 import pytest
 import torch
 
-from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.v1 import comm_pb2_grpc
-from tests.comm.daemons import all_reduce, daemons, join
-
-
-@contextlib.asynccontextmanager
-async def child_daemon(node_id: str):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.comm.child",
-        node_id,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    channel = None
-    try:
-        address = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
-        channel = open_channel(address, token=None, kind="data")
-        yield SimpleNamespace(
-            node_id=node_id,
-            server=SimpleNamespace(address=address),
-            stub=comm_pb2_grpc.CommServiceStub(channel),
-            process=process,
-        )
-    finally:
-        if channel is not None:
-            await channel.close()
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        process._transport.close()
+from tests.comm.daemons import all_reduce, child_daemon, daemons, join
 
 
 @pytest.mark.parametrize("has_met", [True, False], ids=["in a later call", "before the first"])

@@ -373,9 +373,7 @@ class Segment(_message.Message):
 
     @_builtins.property
     def target_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """When not empty: one per token (or one fewer, when the last token's successor is not known yet);
-        the log-probability of each after its position is returned.
-        """
+        """When not empty: one per token; the log-probability of each after its position is returned."""
 
     def __init__(
         self,
