@@ -64,7 +64,6 @@ class Runtime:
         self._step_seconds = step_seconds
         self._queues: dict[int, asyncio.Queue[Event]] = {}
         self._sent_at: dict[int, int] = {}
-        self._result_at = 0
         self._broken: StagemeshError | None = None
         self._is_pumping = False
         # Callers only set it: a caller that is cancelled in the middle of a write would end the
@@ -99,7 +98,6 @@ class Runtime:
         sent_at = self._sent_at.pop(result.step_id, None)
         if sent_at is not None and result.failure is None:
             self.stats.add(result, now - sent_at)
-        self._result_at = now
         if result.failure is not None and result.failure.operation == SEND_OPERATION:
             # The link between two stages broke while both may be well: only linking anew helps.
             self.fail(PeerLost(_failure_text(result.failure), node_id=result.failure.node_id))
@@ -116,7 +114,7 @@ class Runtime:
                 queue.put_nowait(
                     event.token if event.token is not None else _stage_failed(event.failure)
                 )
-        await self._pump()
+        await self._pump(since_nanos=now)
 
     def fail(self, error: StagemeshError) -> None:
         """End every sequence with `error`; later ones are refused with it."""
@@ -160,17 +158,21 @@ class Runtime:
         """Sequences that callers wait for."""
         return len(self._queues)
 
-    async def _pump(self) -> None:
-        """Send steps while the scheduler has some; whoever comes while it sends is served by it."""
+    async def _pump(self, *, since_nanos: int | None = None) -> None:
+        """Send steps while the scheduler has some; whoever comes while it sends is served by it.
+
+        Args:
+            since_nanos: when the result came that made the first of them possible.
+        """
         if self._is_pumping or self.pipeline is None or self._broken is not None:
             return
         self._is_pumping = True
         try:
             while (step := self.scheduler.next_step()) is not None:
                 now = time.monotonic_ns()
-                if self._result_at:
-                    self.stats.turnaround_nanos += now - self._result_at
-                    self._result_at = 0
+                if since_nanos is not None:
+                    self.stats.turnaround_nanos += now - since_nanos
+                    since_nanos = None
                 self._sent_at[step.step_id] = now
                 await self.pipeline.send(step)
         finally:

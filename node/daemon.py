@@ -13,6 +13,7 @@ import logging
 from types import TracebackType
 from typing import Self
 
+from node.comm_service import COMM_SERVICE_NAME, CommServicer
 from node.config import NodeConfig
 from node.device import resolve_device
 from node.executor import ComputeThread
@@ -22,7 +23,7 @@ from node.stage_loader import StageLoader
 from node.status import NodeReporter, stage_metrics
 from node.telemetry import NodeTelemetry
 from stagemesh.rpc.server import RpcServer, Service
-from stagemesh.rpc.v1 import node_pb2_grpc
+from stagemesh.rpc.v1 import comm_pb2_grpc, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ class NodeDaemon:
             token=config.token,
             max_tensor_bytes=config.max_tensor_bytes,
         )
+        self.comm = CommServicer(
+            node_id=config.node_id, token=config.token, max_tensor_bytes=config.max_tensor_bytes
+        )
         self._server = RpcServer(
             config.bind,
             services=[
@@ -59,7 +63,12 @@ class NodeDaemon:
                     name="stagemesh.rpc.v1.NodeService",
                     servicer=self.servicer,
                     add=node_pb2_grpc.add_NodeServiceServicer_to_server,
-                )
+                ),
+                Service(
+                    name=COMM_SERVICE_NAME,
+                    servicer=self.comm,
+                    add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+                ),
             ],
             token=config.token,
             insecure=config.insecure,
@@ -114,6 +123,7 @@ class NodeDaemon:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        await self.comm.close()
         await self.servicer.unload_all()
         self._compute.close()
         # The stages' streams have ended; what is still open waits for a peer that may be gone.
