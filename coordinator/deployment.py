@@ -157,7 +157,7 @@ class Deployment:
         )
         match decide(view):
             case Wait(detail, seconds):
-                self._enter("waiting", detail)
+                self._enter("waiting", self._with_reason(detail))
                 return seconds
             case Abandon(detail):
                 self._lost = detail
@@ -175,16 +175,14 @@ class Deployment:
         try:
             plan = fit_plan(self.config, self.spec, capacities)
         except (PlacementError, ConfigError) as error:
-            self._fail("; ".join(filter(None, (str(error), self._lost))))
+            self._fail(self._with_reason(str(error)))
             return
         by_id = {node.node_id: node for node in nodes}
         self.plan = plan
         self._used = {s.node_id: by_id[s.node_id].start_id for s in plan.stages}
         self._incarnation += 1
         self.loaded_bytes = {}
-        # Who asks while it loads anew shall hear why.
-        since = f", since {self._lost}" if self._lost else ""
-        self._enter("loading", f"loading {plan.num_stages} stages{since}")
+        self._enter("loading", self._with_reason(f"loading {plan.num_stages} stages"))
         self._work = asyncio.create_task(
             self._work_on(plan, [by_id[s.node_id] for s in plan.stages]),
             name=f"deployment-{self.deployment_id}",
@@ -266,6 +264,10 @@ class Deployment:
 
     def _on_progress(self, stage: int, loaded_bytes: int, total_bytes: int) -> None:
         self.loaded_bytes[stage] = (loaded_bytes, total_bytes)
+
+    def _with_reason(self, detail: str) -> str:
+        """The detail and why the last plan was given up: who asks meanwhile shall hear it."""
+        return f"{detail} ({self._lost})" if self._lost else detail
 
     def _break(self, error: StagemeshError) -> None:
         """End what runs with `error`."""
