@@ -217,7 +217,7 @@ def _build_spec(
     rope_frequency_factors: tuple[float, ...] | None = None,
     gguf_metadata: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
-    where = str(path)
+    where = f"{path} ({config['model_type']})"
     shapes = {info.name: info.shape for info in tensors.values()}
     dimensions = read_dimensions(config, shapes=shapes, where=where)
     groups = group_tensors(

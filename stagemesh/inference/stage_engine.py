@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stagemesh.errors import CapacityExceeded, ProtocolError, UnsupportedModel
+from stagemesh.errors import CapacityExceeded, ProtocolError, StagemeshError, UnsupportedModel
 from stagemesh.inference import attention
 from stagemesh.inference.attention import SegmentSpan, StepContext
 from stagemesh.inference.kv_cache import KVCache, KVLayout
@@ -21,11 +21,15 @@ from stagemesh.inference.sampler import (
 )
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.builder import StageModel, build_stage
-from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
+from stagemesh.models.identity_check import check_identity
+from stagemesh.steps import SampledToken, SamplingParams, Segment, Step, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
 _WARM_UP_SESSION = 2**64 - 1
+
+# How the code of a family that makes other assumptions than ours fails when it is first run.
+_FAMILY_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class StageEngine:
                 num_kv_heads=stage.num_kv_heads,
                 head_dim=stage.head_dim,
                 dtype=stage.dtype,
-                device=next(stage.model.parameters()).device,
+                device=stage.device,
             ),
             limit_bytes=kv_limit_bytes,
         )
@@ -83,17 +87,25 @@ class StageEngine:
             CheckpointError: the checkpoint's files are wrong.
         """
         attention.register()
-        stage = build_stage(
-            spec,
-            start_layer=start_layer,
-            end_layer=end_layer,
-            dtype=dtype,
-            device=device,
-            attention=attention.ATTENTION_NAME,
-            on_bytes=on_bytes,
-        )
-        engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
-        engine.warm_up()
+        try:
+            stage = build_stage(
+                spec,
+                start_layer=start_layer,
+                end_layer=end_layer,
+                dtype=dtype,
+                device=device,
+                attention=attention.ATTENTION_NAME,
+                on_bytes=on_bytes,
+            )
+            engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
+            engine.warm_up()
+        except (StagemeshError, torch.OutOfMemoryError):
+            raise
+        except _FAMILY_ERRORS as error:
+            raise UnsupportedModel(
+                f"{spec.name}: the code of {spec.config['model_type']} does not run in stages: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return engine
 
     @property
@@ -105,8 +117,11 @@ class StageEngine:
         """Run a two-token and a one-token step and check what the family did with them.
 
         Raises:
-            UnsupportedModel: attention did not see each layer of the stage exactly once.
+            UnsupportedModel: attention did not see each layer of the stage exactly once, or a later
+                stage's forward changes its input outside of the layers.
         """
+        if not self.stage.is_first:
+            check_identity(self.stage.model, dtype=self.stage.dtype, device=self.device)
         limit, self.cache.limit_bytes = self.cache.limit_bytes, 2**62
         try:
             for start, count in ((0, 2), (2, 1)):
@@ -274,7 +289,8 @@ def _draw(segment: Segment, logits: torch.Tensor) -> SampledToken:
         return SampledToken(session_id=segment.session_id, target_scores=scores)
     position = segment.start_position + segment.num_tokens
     token = sample_token(logits[-1], params, position=position)
-    logprob, top = 0.0, ()  # type: float, tuple[TokenLogprob, ...]
+    logprob = 0.0
+    top: tuple[TokenLogprob, ...] = ()
     if params.logprobs or params.num_top_logprobs:
         logprobs = torch.log_softmax(logits[-1], dim=-1)
         logprob, top = (

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec, TensorInfo
+from stagemesh.models.buffers import materialize_buffers, stored_buffer_names
+from stagemesh.models.identity_check import Passthrough, modules_after_layers
 from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears
 from stagemesh.models.weights import WeightReader
 
@@ -33,14 +36,6 @@ DTYPES = {
 # These scale with the longest sequence of a batch, so a batch would change each sequence's text.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-
-
-class Passthrough(nn.Module):
-    """Stands where another stage's layer was: returns what it is given."""
-
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the activation [1, T, D] unchanged."""
-        return hidden_states
 
 
 class Elsewhere(nn.Module):
@@ -61,6 +56,8 @@ class StageModel:
 
     model: PreTrainedModel
     """The causal language model with only this stage's parts."""
+    device: torch.device
+    """Where it is."""
     start_layer: int
     end_layer: int
     is_first: bool
@@ -113,7 +110,7 @@ def build_stage(
     reader = WeightReader(spec, on_bytes=on_bytes)
     infos = {info.name: info for info in spec.tensors_for_stage(start_layer, end_layer)}
     _fill(model, infos, reader, path=spec.path, device=device, keep_tied=is_first and is_last)
-    _materialize_buffers(model, device=device)
+    materialize_buffers(model, device=device)
     _apply_rope_factors(model, spec)
     model.train(mode=False).requires_grad_(requires_grad=False)
     if can_pack(device):
@@ -122,6 +119,7 @@ def build_stage(
     text = config.get_text_config()
     return StageModel(
         model=model,
+        device=device,
         start_layer=start_layer,
         end_layer=end_layer,
         is_first=is_first,
@@ -139,7 +137,7 @@ def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
     content = copy.deepcopy(dict(spec.config))
     try:
         config = AutoConfig.for_model(**content)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, StrictDataclassError) as error:
         raise UnsupportedModel(
             f"{spec.name}: transformers refuses the configuration: {error}"
         ) from error
@@ -149,17 +147,27 @@ def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
             f"{spec.name} ({config.model_type}): layers of type {', '.join(sorted(unknown))} are "
             f"not supported; supported: {', '.join(sorted(_KNOWN_LAYER_TYPES))}"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in _BATCH_DEPENDENT_ROPE:
+    _check_rope(config, name=spec.name)
+    if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(
-            f"{spec.name}: rope type {kind!r} depends on the longest sequence of a batch and is "
-            "not supported"
+            f"{spec.name} ({config.model_type}): bidirectional attention is not supported"
         )
     config._attn_implementation = attention
     # The eager expert loop is exact for any number of rows; no family gets another by default.
     config.use_cache = False
     return config
+
+
+def _check_rope(config: PretrainedConfig, *, name: str) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Families with several kinds of layers have one object for each kind.
+    for parameters in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        kind = parameters.get("rope_type", "default")
+        if kind in _BATCH_DEPENDENT_ROPE:
+            raise UnsupportedModel(
+                f"{name}: rope type {kind!r} depends on the longest sequence of a batch and is "
+                "not supported"
+            )
 
 
 def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -192,12 +200,13 @@ def _prune(model: PreTrainedModel, kept: range, *, is_first: bool, is_last: bool
     for index in range(len(layers)):
         if index not in kept:
             layers[index] = Passthrough()
-    names = list(plan)
-    after = names[names.index("layers") + 1 :]
     if not is_first:
+        if hasattr(base, "embedding_multiplier"):
+            # Applied inside the model's forward; the first stage has done it.
+            setattr(base, "embedding_multiplier", 1.0)  # noqa: B010 -- a float, not a module
         model.set_input_embeddings(Elsewhere("token embedding"))
     if not is_last:
-        for name in after:
+        for name in modules_after_layers(model):
             setattr(base, name, Passthrough())
         model.set_output_embeddings(Elsewhere("output head"))  # type: ignore[no-untyped-call]
 
@@ -211,7 +220,7 @@ def _fill(
     device: torch.device,
     keep_tied: bool,
 ) -> None:
-    """Read each remaining parameter from the checkpoint."""
+    """Read each remaining parameter and stored buffer from the checkpoint."""
     embedding = model.get_input_embeddings()
     head = _head(model)
     head_name = _name_of(model, head)
@@ -220,7 +229,8 @@ def _fill(
         tied_source = next(
             (n for n in infos if n.endswith(("embed_tokens.weight", "wte.weight"))), None
         )
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+    buffers = {name: model.get_buffer(name) for name in stored_buffer_names(model)}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False), *buffers.items()]:
         is_tied_head = head_name is not None and name == f"{head_name}.weight" and tied_source
         if is_tied_head and keep_tied:
             continue
@@ -234,7 +244,8 @@ def _fill(
             )
         tensor = reader.read(info, parameter.dtype).to(device)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+        value = tensor if name in buffers else nn.Parameter(tensor, requires_grad=False)
+        setattr(model.get_submodule(parent), leaf, value)
     if keep_tied and tied_source is not None:
         assert head is not None
         head.weight = embedding.weight
@@ -249,42 +260,6 @@ def _name_of(model: nn.Module, module: nn.Module | None) -> str | None:
     if module is None or isinstance(module, Elsewhere):
         return None
     return next((name for name, child in model.named_modules() if child is module), None)
-
-
-def _materialize_buffers(model: PreTrainedModel, *, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies) with the family's own code.
-
-    Raises:
-        UnsupportedModel: a buffer is still without values.
-    """
-    for module in model.modules():
-        own = dict(module.named_buffers(recurse=False))
-        if any(buffer.is_meta for buffer in own.values()):
-            for name, buffer in own.items():
-                module.register_buffer(
-                    name, torch.empty_like(buffer, device=device), persistent=False
-                )
-            _recompute(model, module)
-    left = [
-        name
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if tensor.is_meta
-    ]
-    if left:
-        raise UnsupportedModel(f"{model.config.model_type}: no values for {', '.join(left)}")
-
-
-def _recompute(model: PreTrainedModel, module: nn.Module) -> None:
-    """Give a module's buffers the values its constructor would, on the CPU."""
-    if not hasattr(module, "original_inv_freq"):
-        names = ", ".join(name for name, _ in module.named_buffers(recurse=False))
-        raise UnsupportedModel(
-            f"{model.config.model_type}: {type(module).__name__} has buffers ({names}) that are in "
-            "no checkpoint and that stagemesh cannot compute"
-        )
-    fresh = type(module)(module.config)
-    for name, buffer in fresh.named_buffers(recurse=False):
-        getattr(module, name).copy_(buffer)
 
 
 def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:
