@@ -169,11 +169,12 @@ class Coordinator:
             return None
         if not is_loopback(host) and not self._config.api_keys:
             logger.warning("the API on %s answers anyone; restrict it with --api-key-file", host)
-        check_bind(
-            host,
-            token=next(iter(self._config.api_keys), self._config.token),
-            insecure=self._config.insecure,
-        )
+        if not (is_loopback(host) or self._config.api_keys or self._config.insecure):
+            logger.warning(
+                "the API listens on %s without keys: whoever reaches the port can use the models; "
+                "give --api-key-file, or say --insecure if that is meant",
+                host,
+            )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = socket.socket(family, socket.SOCK_STREAM)
         try:
