@@ -27,7 +27,7 @@ from coordinator.telemetry import CoordinatorTelemetry
 from coordinator.texts import ServedTexts
 from stagemesh.errors import ConfigError
 from stagemesh.model_spec import load_model_spec
-from stagemesh.rpc.security import check_bind, is_loopback
+from stagemesh.rpc.security import is_loopback
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import coordinator_pb2_grpc
 
