@@ -134,6 +134,7 @@ def command(
 
 async def _ask_local(prompt: Prompt, config: LocalClusterConfig, *, as_json: bool) -> int:
     console = Console(stderr=as_json)
+    console.print(f"starting {config.num_nodes} node daemons on this machine", style="dim")
     async with local_cluster(config) as cluster:
         deployment = await _wait_shown(cluster, console)
         answer = await _show_answer(

@@ -23,13 +23,22 @@ def layers(start: int, end: int) -> str:
     return f"{start}-{end - 1} ({end - start})"
 
 
-def placement_table(name: str, plan: Plan) -> Table:
-    """A plan, one row a stage."""
-    title = (
-        f"{name}: {plan.num_layers} layers over {plan.num_stages} stages, {plan.dtype}, "
-        f"context {plan.max_context_tokens} tokens"
+def print_placement(console: Console, name: str, plan: Plan) -> None:
+    """A plan: a headline, a table with one row a stage, and the nodes that got none."""
+    stages = f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
+    console.print(
+        f"[bold]{name}[/bold]: {plan.num_layers} layers over {stages}, {plan.dtype}, "
+        f"context {plan.max_context_tokens} tokens",
+        highlight=False,
+        soft_wrap=True,
     )
-    table = Table(title=title, title_justify="left", title_style="bold")
+    console.print(_placement_table(plan))
+    if plan.unused_node_ids:
+        console.print(f"not used: {', '.join(plan.unused_node_ids)}", highlight=False)
+
+
+def _placement_table(plan: Plan) -> Table:
+    table = Table()
     for heading, justify in (
         ("stage", "right"),
         ("node", "left"),
@@ -97,15 +106,18 @@ class LoadBars:
 
     def update(self, deployment: Deployment) -> None:
         """Show what has changed."""
-        if deployment.phase == "waiting" and deployment.detail != self._detail:
-            self._detail = deployment.detail
-            self._progress.console.print(f"[dim]{deployment.name}: {deployment.detail}[/dim]")
+        # Before the first plan it only waits for daemons that are starting.
+        if self._plan is not None and deployment.phase == "waiting":
+            if deployment.detail != self._detail:
+                self._detail = deployment.detail
+                self._progress.console.print(f"[dim]{deployment.name}: {deployment.detail}[/dim]")
+            return
         if deployment.plan is not None and deployment.plan is not self._plan:
             self._plan = deployment.plan
             for bar in self._bars.values():
                 self._progress.remove_task(bar)
             self._bars.clear()
-            self._progress.console.print(placement_table(deployment.name, deployment.plan))
+            print_placement(self._progress.console, deployment.name, deployment.plan)
         for stage, (loaded, total) in sorted(deployment.loaded_bytes.items()):
             if stage not in self._bars:
                 self._bars[stage] = self._progress.add_task(f"load stage {stage}", total=total)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import click
 from rich.console import Console
 
-from coordinator.commands.render import placement_table, plan_json
+from coordinator.commands.render import plan_json, print_placement
 from coordinator.deployment import Deployment
 from coordinator.server import Coordinator
 from stagemesh.layout import Plan
@@ -23,7 +23,7 @@ def announce(*, as_json: bool) -> Callable[[Deployment, Plan], None]:
         if as_json:
             click.echo(json.dumps({"event": "ready", **plan_json(deployment.name, plan)}))
         else:
-            console.print(placement_table(deployment.name, plan))
+            print_placement(console, deployment.name, plan)
             console.print(f"[green]{deployment.name} is ready[/green]")
 
     return show

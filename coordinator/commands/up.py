@@ -67,7 +67,8 @@ def command(
 
 
 async def _up(config: LocalClusterConfig, *, as_json: bool) -> int:
-    console = Console()
+    console = Console(stderr=as_json)
+    console.print(f"starting {config.num_nodes} node daemons on this machine", style="dim")
     async with local_cluster(config) as cluster:
         coordinator = cluster.coordinator
         shown: dict[str, Plan] = {}
