@@ -37,7 +37,10 @@ def sample_token(logits: torch.Tensor, params: SamplingParams, *, position: int)
     """
     if params.temperature == 0.0 or params.top_k == 1:
         return int(torch.argmax(logits))
-    scores = logits.double() / params.temperature
+    scores = logits.double()
+    # Shifted first: divided by a tiny temperature, scores would become infinite and their
+    # differences NaN.
+    scores = (scores - scores.max()) / params.temperature
     # Stable, so that equal logits keep the order of their ids and the draw is the same everywhere.
     ordered, tokens = torch.sort(scores, descending=True, stable=True)
     if 0 < params.top_k < ordered.numel():
