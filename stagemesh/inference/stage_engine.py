@@ -4,6 +4,7 @@ Not thread-safe on purpose: a node runs each device's engine on that device's on
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -173,6 +174,12 @@ class StageEngine:
 
     def _check_inputs(self, step: Step, activation: torch.Tensor | None) -> None:
         """Refuse what would only fail, or worse would not fail, deep inside the model."""
+        counts = Counter(segment.session_id for segment in step.segments)
+        session_id, count = counts.most_common(1)[0]
+        if count > 1:
+            raise ProtocolError(
+                f"step {step.step_id} has more than one segment of session {session_id}"
+            )
         if self.stage.is_first:
             if len(step.token_ids) != step.num_tokens:
                 raise ProtocolError(

@@ -40,7 +40,7 @@ def check_identity(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.
     probe = torch.linspace(-2, 3, 2 * hidden_size, device=device).view(1, 2, -1).to(dtype)
     with _all_passing(model):
         output = model.base_model(
-            inputs_embeds=probe,
+            inputs_embeds=probe.clone(),
             position_ids=torch.arange(2, device=device)[None],
             attention_mask=torch.ones(1, 1, dtype=torch.bool, device=device),
             use_cache=False,
