@@ -218,7 +218,11 @@ class NodeLink:
     def _mapped(self, error: grpc.aio.AioRpcError, where: str) -> StagemeshError:
         # The peer is named once, by the mapping.
         operation = where.removesuffix(f" on {self}").removesuffix(f" to {self}")
-        return from_rpc_error(error, operation=operation, peer=str(self))
+        mapped = from_rpc_error(error, operation=operation, peer=str(self))
+        if self.node.node_id not in str(mapped):
+            # The node's own words, which need not say whose they are.
+            mapped.args = (f"{operation} on {self}: {mapped}",)
+        return mapped
 
     def _silent(self, where: str, seconds: float) -> PeerLost:
         return PeerLost(f"{where}: no answer within {seconds:.0f} s", node_id=self.node.node_id)

@@ -167,8 +167,6 @@ class Coordinator:
         host, port = self._config.http_host, self._config.http_port
         if port is None:
             return None
-        if not is_loopback(host) and not self._config.api_keys:
-            logger.warning("the API on %s answers anyone; restrict it with --api-key-file", host)
         if not (is_loopback(host) or self._config.api_keys or self._config.insecure):
             logger.warning(
                 "the API listens on %s without keys: whoever reaches the port can use the models; "
