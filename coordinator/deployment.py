@@ -193,14 +193,15 @@ class Deployment:
         links = [NodeLink(node, token=self._token) for node in nodes]
         try:
             await self._load_and_run(plan, links)
-        except (CommError, NotReady) as error:
-            # The node may be back in a moment, or the registry not know of its loss yet.
-            logger.warning("pipeline lost: %s", error)
-            self._break(error)
-            self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
         except StagemeshError as error:
+            was_ready = self.runtime is not None
             self._break(error)
-            self._fail(str(error))
+            if was_ready or isinstance(error, CommError | NotReady):
+                # A lost node may be back in a moment, or the registry not know of its loss yet.
+                logger.warning("pipeline lost: %s", error)
+                self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
+            else:  # who refused to load would refuse again
+                self._fail(str(error))
         except Exception as error:  # root of this task: nobody else would hear of it
             logger.exception("deployment broke", extra={"model": self.name})
             broken = StagemeshError(f"{self.name}: internal error ({type(error).__name__})")

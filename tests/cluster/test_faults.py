@@ -175,6 +175,16 @@ async def test_a_stage_that_raises_fails_its_step_only(tmp_path: Path) -> None:
         assert cluster.deployment._incarnation == 1
 
 
+async def test_a_result_that_nobody_waits_for_starts_the_pipeline_over(tmp_path: Path) -> None:
+    """A pipeline whose answers make no sense is not trusted, and not given up for good either."""
+    async with start_cluster(endless_model(tmp_path)) as cluster, cluster.http() as client:
+        (deployment,) = cluster.nodes["node-2"].daemon.servicer._deployments.values()
+        deployment.runner._report(10**6, ValueError("stray"), operation="compute")
+        await until(lambda: cluster.deployment._incarnation == 2)
+        await until_health(client, 200)
+        await assert_answers(client)
+
+
 @pytest.mark.slow
 async def test_a_slow_node_stays_a_member(tmp_path: Path) -> None:
     """A load and a forward that block for longer than the silence limit are no silence."""
