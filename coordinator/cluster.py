@@ -140,8 +140,13 @@ class Cluster:
         )
 
     async def _expire(self) -> None:
+        pause = self.limits.heartbeat_seconds / 2
         while True:
-            await asyncio.sleep(self.limits.heartbeat_seconds / 2)
+            slept_at = time.monotonic()
+            await asyncio.sleep(pause)
+            if time.monotonic() - slept_at > pause + self.limits.heartbeat_seconds:
+                # It was this process that stood still: the beats of meanwhile wait to be read.
+                continue
             self.apply(
                 self.registry.expire(
                     now=time.monotonic(), limit_seconds=self.limits.silence_seconds

@@ -76,6 +76,13 @@ class Registry:
         signs = self._signs.get(node_id)
         return None if signs is None else signs.last_beat
 
+    def joined_at(self, node_id: str) -> float | None:
+        """When a ready node became one; None for one that is not ready."""
+        member = self._members.get(node_id)
+        if member is None or member.state != "ready":
+            return None
+        return member.changed_at_seconds
+
     def join(self, info: NodeInfo, *, now: float) -> list[MembershipEvent]:
         """A node opened its stream.
 

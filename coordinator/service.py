@@ -42,6 +42,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         node = _node_info(first.join)
         limits, registry = self._cluster.limits, self._cluster.registry
         self._cluster.join(node)
+        joined_at = registry.joined_at(node.node_id)
         self.statuses[node.node_id] = first.status
         try:
             yield coordinator_pb2.BeatReply(
@@ -54,7 +55,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 self.statuses[node.node_id] = beat.status
                 yield coordinator_pb2.BeatReply(sequence=beat.sequence)
         finally:
-            self._cluster.apply(registry.stream_closed(node.start_id, now=time.monotonic()))
+            # The end of a stream from before the node was lost is noticed late, perhaps when it has
+            # come back on another: that is not the end of that one.
+            if registry.joined_at(node.node_id) == joined_at:
+                self._cluster.apply(registry.stream_closed(node.start_id, now=time.monotonic()))
 
     async def Leave(  # noqa: N802
         self, request: coordinator_pb2.LeaveRequest, context: Context

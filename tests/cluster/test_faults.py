@@ -13,7 +13,7 @@ import pytest
 
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
-from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
+from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, node_pb2, node_pb2_grpc
 from tests.cluster.asking import (
     ask,
     assert_answers,
@@ -292,6 +292,44 @@ async def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
         await assert_answers(client)
         await until(lambda: cluster.num_sessions() == 0)
         assert cluster.kv_used_bytes() == 0
+
+
+async def test_a_coordinator_that_stood_still_blames_no_node(tmp_path: Path) -> None:
+    async with start_cluster(endless_model(tmp_path)) as cluster, cluster.http() as client:
+        time.sleep(FAST_LIMITS.silence_seconds + 0.2)  # noqa: ASYNC251  # on purpose
+        await asyncio.sleep(1.0)
+        await assert_answers(client)
+        history = [type(e).__name__ for e in cluster.coordinator.cluster.registry.history]
+        assert history == ["NodeJoined", "NodeJoined"]
+
+
+async def test_the_late_end_of_an_old_stream_is_not_the_end_of_the_new_one(tmp_path: Path) -> None:
+    async with start_cluster(endless_model(tmp_path), num_nodes=0) as cluster:
+        head = cluster.coordinator.cluster
+        old = await join(cluster)
+        head.apply(head.registry.expire(now=time.monotonic() + 60, limit_seconds=50))
+        assert [m.state for m in head.registry.members] == ["lost"]
+        new = await join(cluster)
+        await old.close()
+        await asyncio.sleep(0.3)
+        assert [m.state for m in head.registry.members] == ["ready"]
+        # Negative control: the end of the new one is.
+        await new.close()
+        await until(lambda: [m.state for m in head.registry.members] == ["lost"])
+
+
+async def join(cluster: Cluster) -> grpc.aio.Channel:
+    """A node that joins and then says nothing more, on a channel of its own."""
+    channel = open_channel(cluster.coordinator.rpc_address, token=None, kind="control")
+    stub: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = (
+        coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+    )
+    description = node_pb2.NodeDescription(node_id="n", start_id="s", address="127.0.0.1:1")
+    call = stub.Heartbeat()
+    beat = coordinator_pb2.Join(version=our_version(), node=description)
+    await call.write(coordinator_pb2.Beat(join=beat))
+    await call.read()
+    return channel
 
 
 def num_plan_nodes(cluster: Cluster) -> int:

@@ -218,7 +218,7 @@ async def test_a_broker_that_goes_and_comes_back_disturbs_no_answer(
         assert await bus.wait_connected(5)
         runtime = cluster.deployment.runtime
         assert runtime is not None
-        answer = asyncio.create_task(stream_to_end(client, 800))
+        answer = asyncio.create_task(stream_to_end(client, 400))
         await until(lambda: runtime.stats.num_tokens > 50)
         getattr(broker, how)()
         await until(lambda: not bus.is_connected)
@@ -226,7 +226,7 @@ async def test_a_broker_that_goes_and_comes_back_disturbs_no_answer(
         assert not answer.done()
         text, error = await answer
         assert error is None
-        assert text == expected_text(800)
+        assert text == expected_text(400)
         registry = cluster.coordinator.cluster.registry
         assert [m.state for m in registry.members] == ["ready", "ready"]
         assert await bus.wait_connected(10)
