@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from coordinator.node_link import NodeLink
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, node_pb2, node_pb2_grpc
@@ -341,6 +342,8 @@ async def test_a_node_counted_as_lost_frees_its_stages_and_may_return(tmp_path: 
     """Its beats stop for longer than the limit, as if the process had been stopped."""
     async with start_cluster(endless_model(tmp_path)) as cluster, cluster.http() as client:
         node = cluster.nodes["node-2"]
+        # Nor does the coordinator reach it to free what it holds.
+        cluster.deployment._unload = NodeLink.close  # type: ignore[method-assign,assignment]
         registry = cluster.coordinator.cluster.registry
         beat = registry.beat
         registry.beat = (  # type: ignore[method-assign]
