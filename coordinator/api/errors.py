@@ -118,7 +118,14 @@ async def answer_error(_request: Request, error: Exception) -> JSONResponse:
     """Exception handler for `RequestError`, `StagemeshError` and everything unexpected."""
     answer = http_error_of(error)
     if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        logger.warning("request failed", exc_info=error, extra={"status": answer.status})
+        # Of what we raise on purpose the text says all; a traceback is for what nobody foresaw.
+        unforeseen = None if isinstance(error, StagemeshError) else error
+        logger.warning(
+            "request failed: %s",
+            answer.message,
+            exc_info=unforeseen,
+            extra={"status": answer.status},
+        )
     return answer.response()
 
 
