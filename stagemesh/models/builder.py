@@ -173,8 +173,10 @@ def _check_rope(config: PretrainedConfig, *, name: str) -> None:
 def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with torch.device("meta"):
+            # Always in torch's default dtype: for any other, transformers changes the default,
+            # which is the whole process's, and other threads would build and compute with it.
             model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=dtype
+                config, dtype=torch.get_default_dtype()
             )
     except (KeyError, ValueError, TypeError) as error:
         raise UnsupportedModel(
@@ -185,6 +187,9 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             f"{config.model_type}: its class does not use transformers' attention interface, so "
             "its attention cannot run on stagemesh's KV cache"
         )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    config.dtype = dtype
     return model
 
 
