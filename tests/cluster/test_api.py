@@ -413,8 +413,9 @@ async def test_a_node_that_joins_during_an_answer_changes_nothing(tmp_path: Path
         chunks: list[dict[str, Any]] = []
         async with api.client.stream("POST", COMPLETIONS, json=fields) as response:
             async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    chunks.append(strict_json(line.removeprefix("data: ")))
+                if not line.startswith("data: {"):
+                    continue
+                chunks.append(strict_json(line.removeprefix("data: ")))
                 if len(chunks) == 10:
                     await api.cluster.add_node("late")
         assert joined(chunks) == expected_text(200)
