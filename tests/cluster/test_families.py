@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from stagemesh.errors import CheckpointError, UnsupportedModel
+from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import load_model_spec
 from tests.support.checkpoints import (
     edit_config,
@@ -299,8 +301,6 @@ def test_a_gguf_of_mixed_types_without_an_output_tensor(
 
 def _load_dequantised(model: PreTrainedModel, path: Path) -> None:
     """Give `model` the values of a llama GGUF file, read and permuted back by gguf-py and numpy."""
-    import gguf  # noqa: PLC0415 -- only here, to keep it apart from the code under test
-
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     values = {
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -372,15 +372,14 @@ def test_a_stage_reads_and_holds_its_own_layers_only(tmp_path: Path) -> None:
         )
         assert engine.stage.weight_bytes == expected
         assert engine.stage.read_bytes == expected
-    # Files of other layers are read no further than their headers: a stage loads without them.
+    # Files of other layers are read no further than their headers: it loads without them.
     spec = load_model_spec(folder)
     (folder / "layer-0.safetensors").unlink()
-    infos = spec.tensors_for_stage(2, 4)
-    assert {info.file.name for info in infos} == {
-        "layer-2.safetensors",
-        "layer-3.safetensors",
-        "rest.safetensors",
-    }
+    (folder / "layer-1.safetensors").unlink()
+    settings = {"dtype": "float32", "device": torch.device("cpu"), "kv_limit_bytes": 2**20}
+    StageEngine.load(spec, start_layer=2, end_layer=4, **settings)
+    with pytest.raises(CheckpointError, match=r"layer-0\.safetensors"):
+        StageEngine.load(spec, start_layer=0, end_layer=2, **settings)
 
 
 def _one_file_per_layer(folder: Path, model: PreTrainedModel) -> None:
