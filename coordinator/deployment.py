@@ -182,7 +182,8 @@ class Deployment:
         self._used = {s.node_id: by_id[s.node_id].start_id for s in plan.stages}
         self._incarnation += 1
         self.loaded_bytes = {}
-        self._enter("loading", self._with_reason(f"loading {plan.num_stages} stages"))
+        stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
+        self._enter("loading", self._with_reason(f"loading {stages}"))
         self._work = asyncio.create_task(
             self._work_on(plan, [by_id[s.node_id] for s in plan.stages]),
             name=f"deployment-{self.deployment_id}",

@@ -134,16 +134,15 @@ class LoadBars:
 def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
     """A cluster: a table of nodes, a table per deployment."""
     nodes = Table(title="nodes", title_justify="left", title_style="bold")
-    for heading in ("node", "state", "address", "device", "threads", "memory", "used", "last beat"):
-        nodes.add_column(heading)
+    for heading in ("node", "state", "address", "device", "memory", "used", "beat"):
+        nodes.add_column(heading, no_wrap=True)
     for node in status.nodes:
         description = node.status.description
         nodes.add_row(
             description.node_id,
             node.state,
             description.address,
-            description.device,
-            str(description.num_threads),
+            f"{description.device} x {description.num_threads}",
             gib(description.memory_bytes),
             gib(node.status.rss_bytes),
             f"{node.last_beat_seconds:.1f} s",
