@@ -16,6 +16,7 @@ from stagemesh.cli_support import (
     run_until_signalled,
     token_options,
 )
+from stagemesh.errors import ConfigError
 from stagemesh.version import SOFTWARE_VERSION
 
 
@@ -83,7 +84,13 @@ def main(
 
 async def _serve(config: NodeConfig) -> int:
     # torch's OpenMP runtime reads its environment when it is loaded, so the import comes last.
-    daemon_module = importlib.import_module("node.daemon")
+    try:
+        daemon_module = importlib.import_module("node.daemon")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"a node needs the package {error.name}, which is not installed here; install all that "
+            "a node needs with: pip install 'stagemesh[node]'"
+        ) from error
     async with daemon_module.NodeDaemon(config) as daemon:
         await daemon.run()
     return 0

@@ -236,3 +236,27 @@ async def test_serve_ends_with_status_0_on_a_signal(
     assert await child.wait(seconds=10) == 0, child.output()
     assert time.monotonic() - signalled_at < 6
     assert "Traceback" not in child.output()
+
+
+def test_a_node_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    # A module of that name that is not there to be found, however the interpreter looks for it.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+        "sys.meta_path.insert(0, Missing())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "node"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: a node needs the package torch")
+    assert "pip install 'stagemesh[node]'" in result.stderr
+    assert "Traceback" not in result.stderr
