@@ -13,7 +13,6 @@ import logging
 from types import TracebackType
 from typing import Self
 
-from node.comm_service import COMM_SERVICE_NAME, CommServicer
 from node.config import NodeConfig
 from node.device import resolve_device
 from node.executor import ComputeThread
@@ -22,6 +21,7 @@ from node.service import NodeServicer
 from node.stage_loader import StageLoader
 from node.status import NodeReporter, stage_metrics
 from node.telemetry import NodeTelemetry
+from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import comm_pb2_grpc, node_pb2_grpc
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from node.comm_service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.comm.frames import reduce_op_to_proto
 from stagemesh.comm.reduce import ReduceOp
+from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.codec import TensorAssembler, header_of, stream_parts
 from stagemesh.rpc.convert import our_version

@@ -1,14 +1,15 @@
-"""CommService of the daemon: groups for drivers, and the Exchange streams of other daemons.
+"""CommService: the groups of one process, and the Exchange streams of the other ranks'.
 
-A driver joins its rank (JoinGroup) and then sends, receives and reduces through this daemon;
-tensors between ranks go from daemon to daemon. A group lives until LeaveGroup, a higher incarnation
-of it, or the end of the daemon.
+A process opens its own groups with `open_group`. On a node a driver does so from outside: it joins
+its rank (JoinGroup) and then sends, receives and reduces through the daemon. Tensors between ranks
+go from server to server. A group lives until it is left, a higher incarnation of it, or the end of
+the server.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,14 +48,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Membership:
-    """This daemon's part of a group."""
+    """This process's part of a group."""
 
     group: AsyncGroup
     transport: GrpcTransport
 
 
 class CommServicer(comm_pb2_grpc.CommServiceServicer):
-    """Serves stagemesh.rpc.v1.CommService for one node."""
+    """Serves stagemesh.rpc.v1.CommService for one process."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         """Make a servicer without groups.
 
         Args:
-            node_id: this node.
-            token: shown to the daemons of other ranks.
+            node_id: this node, or the name of this process.
+            token: shown to the servers of other ranks.
             max_tensor_bytes: larger tensors are refused, from drivers and peers.
             join_wait_seconds: how long a peer that is early waits for our JoinGroup.
         """
@@ -89,7 +90,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         await asyncio.gather(*(member.group.close() for member in memberships))
 
     def group(self, group_id: str) -> AsyncGroup:
-        """The group that this node has joined.
+        """The group that this process has joined.
 
         Raises:
             NotReady: it is in no such group.
@@ -101,29 +102,78 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             )
         return member.group
 
-    async def JoinGroup(  # noqa: N802
-        self, request: comm_pb2.JoinGroupRequest, context: _Context
-    ) -> comm_pb2.JoinGroupReply:
-        """Make this node a rank of a group; a higher incarnation replaces the one before."""
-        check_version(request.version, peer=f"the driver of group {request.group_id!r}")
-        _check_join(request)
+    async def open_group(
+        self,
+        *,
+        group_id: str,
+        rank: int,
+        members: Sequence[PeerAddress],
+        incarnation: int,
+        timeout_seconds: float,
+    ) -> AsyncGroup:
+        """Make this process a rank of a group; a higher incarnation replaces the one before.
+
+        Args:
+            group_id: name of the group, the same on all ranks.
+            rank: this rank.
+            members: all ranks in rank order, this one included.
+            incarnation: version of the group, the same on all ranks.
+            timeout_seconds: deadline of every operation that sets none of its own.
+
+        Raises:
+            ConfigError: a value is out of range, or the incarnation is not new.
+            NotReady: this server is stopping.
+        """
+        _check_membership(group_id, rank, members, timeout_seconds)
         if self._is_closed:
             raise NotReady(f"node {self._node_id} is stopping")
-        before = self._memberships.get(request.group_id)
-        if before is not None and before.group.incarnation >= request.incarnation:
+        before = self._memberships.get(group_id)
+        if before is not None and before.group.incarnation >= incarnation:
             raise ConfigError(
                 f"node {self._node_id} has joined incarnation {before.group.incarnation} of group "
-                f"{request.group_id!r}; joining again needs a higher one, got {request.incarnation}"
+                f"{group_id!r}; joining again needs a higher one, got {incarnation}"
             )
         if before is None and len(self._memberships) >= MAX_GROUPS:
             raise ConfigError(f"node {self._node_id} is in {MAX_GROUPS} groups, which is the limit")
+        transport = GrpcTransport(
+            rank,
+            peers=members,
+            group_id=group_id,
+            incarnation=incarnation,
+            token=self._token,
+            timeout_seconds=timeout_seconds,
+            max_tensor_bytes=self._max_tensor_bytes,
+        )
+        group = AsyncGroup(transport, group_id=group_id, timeout_seconds=timeout_seconds)
         async with self._joined:
-            self._memberships[request.group_id] = self._open(request)
+            self._memberships[group_id] = _Membership(group=group, transport=transport)
             self._joined.notify_all()
         if before is not None:
             await before.group.close()
-        logger.info(
-            "joined group", extra={"group_id": request.group_id, "group_rank": request.rank}
+        logger.info("joined group", extra={"group_id": group_id, "group_rank": rank})
+        return group
+
+    async def leave_group(self, group: AsyncGroup) -> None:
+        """Leave a group, unless a later incarnation has taken its place. May be called again."""
+        member = self._memberships.get(group.group_id)
+        if member is not None and member.group is group:
+            del self._memberships[group.group_id]
+        await group.close()
+
+    async def JoinGroup(  # noqa: N802
+        self, request: comm_pb2.JoinGroupRequest, context: _Context
+    ) -> comm_pb2.JoinGroupReply:
+        """Open a group for the driver of this node."""
+        check_version(request.version, peer=f"the driver of group {request.group_id!r}")
+        await self.open_group(
+            group_id=request.group_id,
+            rank=request.rank,
+            members=[
+                PeerAddress(rank=rank, node_id=member.node_id, address=member.address)
+                for rank, member in enumerate(request.members)
+            ],
+            incarnation=request.incarnation,
+            timeout_seconds=request.timeout_seconds,
         )
         return comm_pb2.JoinGroupReply()
 
@@ -196,24 +246,6 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             async for ack in acks:
                 yield ack
 
-    def _open(self, request: comm_pb2.JoinGroupRequest) -> _Membership:
-        transport = GrpcTransport(
-            request.rank,
-            peers=[
-                PeerAddress(rank=rank, node_id=member.node_id, address=member.address)
-                for rank, member in enumerate(request.members)
-            ],
-            group_id=request.group_id,
-            incarnation=request.incarnation,
-            token=self._token,
-            timeout_seconds=request.timeout_seconds,
-            max_tensor_bytes=self._max_tensor_bytes,
-        )
-        group = AsyncGroup(
-            transport, group_id=request.group_id, timeout_seconds=request.timeout_seconds
-        )
-        return _Membership(group=group, transport=transport)
-
     async def _wait_joined(self, hello: comm_pb2.ExchangeHello) -> _Membership:
         def is_decided() -> bool:
             member = self._memberships.get(hello.group_id)
@@ -282,18 +314,19 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         return tensor
 
 
-def _check_join(request: comm_pb2.JoinGroupRequest) -> None:
-    size = len(request.members)
-    if not request.group_id:
+def _check_membership(
+    group_id: str, rank: int, members: Sequence[PeerAddress], timeout_seconds: float
+) -> None:
+    size = len(members)
+    if not group_id:
         raise ConfigError("group_id must not be empty")
     if not 1 <= size <= MAX_GROUP_SIZE:
         raise ConfigError(f"a group has 1 to {MAX_GROUP_SIZE} members, got {size}")
-    if request.rank >= size:
-        raise ConfigError(f"rank must be in [0, {size}), got {request.rank}")
-    if not 0 < request.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank must be in [0, {size}), got {rank}")
+    if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
-            f"timeout_seconds must be in (0, {MAX_TIMEOUT_SECONDS:g}], got "
-            f"{request.timeout_seconds}"
+            f"timeout_seconds must be in (0, {MAX_TIMEOUT_SECONDS:g}], got {timeout_seconds}"
         )
-    if any(not member.address or not member.node_id for member in request.members):
+    if any(not member.address or not member.node_id for member in members):
         raise ConfigError("each member needs a node_id and an address")

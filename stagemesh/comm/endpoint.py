@@ -1,0 +1,130 @@
+"""CommEndpoint: one process's gRPC server for its groups, without a node daemon.
+
+async with CommEndpoint("127.0.0.1:0") as endpoint:
+    ...  # tell the other ranks endpoint.address
+    group = await endpoint.open_group(
+        group_id="g", rank=0, members=members, incarnation=1, timeout_seconds=30.0
+    )
+"""
+
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from stagemesh.comm.async_group import AsyncGroup
+from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
+from stagemesh.errors import ConfigError
+from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
+from stagemesh.rpc.server import RpcServer, Service, split_address
+from stagemesh.rpc.v1 import comm_pb2_grpc
+
+_STOP_GRACE_SECONDS = 0.5
+_ALL_INTERFACES = frozenset({"", "0.0.0.0", "[::]"})
+
+
+class CommEndpoint:
+    """Where the other ranks' tensors for this process arrive. Loop-bound."""
+
+    def __init__(
+        self,
+        bind: str = "127.0.0.1:0",
+        *,
+        advertise: str | None = None,
+        token: str | None = None,
+        insecure: bool = False,
+        node_id: str = "",
+        max_tensor_bytes: int = DEFAULT_MAX_TENSOR_BYTES,
+    ) -> None:
+        """Check the settings; nothing listens yet.
+
+        Args:
+            bind: host:port to listen on; port 0 takes a free one.
+            advertise: host or host:port that other machines reach this one by, where that is not
+                `bind`; without a port the real one is added.
+            token: shared by all ranks; needed where `bind` is not loopback.
+            insecure: allow a public bind without token.
+            node_id: the name of this process in errors.
+            max_tensor_bytes: larger tensors are neither sent nor accepted.
+
+        Raises:
+            ConfigError: an address is malformed, `bind` is public without a token, or it is all
+                interfaces and no address for the others is given.
+        """
+        host, _ = split_address(bind if advertise is None or ":" not in advertise else advertise)
+        if advertise is None and host in _ALL_INTERFACES:
+            raise ConfigError(
+                f"bind {bind!r} listens on all interfaces, which tells the other ranks no address; "
+                "set advertise to the host name or address that they reach this machine by"
+            )
+        self._advertise = advertise
+        self._servicer = CommServicer(
+            node_id=node_id or f"process-{secrets.token_hex(4)}",
+            token=token,
+            max_tensor_bytes=max_tensor_bytes,
+        )
+        service = Service(
+            name=COMM_SERVICE_NAME,
+            servicer=self._servicer,
+            add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+        )
+        self._server = RpcServer(
+            bind, services=[service], token=token, insecure=insecure, node_id=node_id
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port for the other ranks, once started."""
+        if self._advertise is None:
+            return self._server.address
+        return (
+            self._advertise if ":" in self._advertise else f"{self._advertise}:{self._server.port}"
+        )
+
+    async def open_group(
+        self,
+        *,
+        group_id: str,
+        rank: int,
+        members: Sequence[PeerAddress],
+        incarnation: int,
+        timeout_seconds: float,
+    ) -> AsyncGroup:
+        """Make this process a rank of a group: see `CommServicer.open_group`."""
+        return await self._servicer.open_group(
+            group_id=group_id,
+            rank=rank,
+            members=members,
+            incarnation=incarnation,
+            timeout_seconds=timeout_seconds,
+        )
+
+    async def leave_group(self, group: AsyncGroup) -> None:
+        """Leave a group. May be called again."""
+        await self._servicer.leave_group(group)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Leave all groups and stop listening. May be called again."""
+        await self._servicer.close()
+        await self._server.stop(_STOP_GRACE_SECONDS)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
