@@ -29,6 +29,11 @@ def at_least(name: str, value: float, floor: float, *, unit: str = "x") -> Floor
     return Floor(name=name, value=round(value, 3), floor=floor, unit=unit, holds=value >= floor)
 
 
+def at_most(name: str, value: float, floor: float, *, unit: str = "x") -> Floor:
+    """A bound for a figure where less is better."""
+    return Floor(name=name, value=round(value, 3), floor=floor, unit=unit, holds=value <= floor)
+
+
 def median(values: Sequence[float]) -> float:
     """Median of at least one value."""
     return statistics.median(values)

@@ -1,0 +1,190 @@
+"""One rank of the collectives benchmark: a process that measures what its standard input asks for.
+
+One JSON object per line, in and out. The first output is where this rank listens; the first input
+is who the members are. After that each input is a `Request`, answered with seconds per operation.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from node.comm_service import COMM_SERVICE_NAME, CommServicer
+from stagemesh.comm.async_group import AsyncGroup
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.server import RpcServer, Service
+from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+
+_TIMEOUT_SECONDS = 60.0
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One measurement; all ranks below `size` get the same one."""
+
+    backend: str
+    """tcp, unix or gloo."""
+    operation: str
+    """all_reduce, or send: there and back between rank 0 and rank 1, of which half is reported."""
+    size: int
+    num_bytes: int
+    iterations: int
+
+
+Operation = Callable[[torch.Tensor], Awaitable[None]]
+
+
+class Rank:
+    """The groups of this process."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._gloo: dict[int, Any] = {}
+        self._groups: dict[tuple[str, int], AsyncGroup] = {}
+
+    async def join(
+        self, members: list[dict[str, str]], *, stub: Any, servicer: CommServicer, store_path: str
+    ) -> None:
+        """Make the groups of 2 and of all ranks, over each backend."""
+        for size in sorted({2, len(members)}):
+            if self._rank >= size:
+                continue
+            store = dist.FileStore(f"{store_path}-{size}", size)
+            self._gloo[size] = dist.ProcessGroupGloo(
+                store, self._rank, size, timedelta(seconds=_TIMEOUT_SECONDS)
+            )
+            for backend in ("tcp", "unix"):
+                group_id = f"{backend}-{size}"
+                await stub.JoinGroup(
+                    comm_pb2.JoinGroupRequest(
+                        version=our_version(),
+                        group_id=group_id,
+                        incarnation=1,
+                        rank=self._rank,
+                        members=[
+                            comm_pb2.GroupMember(node_id=f"n{i}", address=each[backend])
+                            for i, each in enumerate(members[:size])
+                        ],
+                        timeout_seconds=_TIMEOUT_SECONDS,
+                    )
+                )
+                self._groups[backend, size] = servicer.group(group_id)
+
+    async def measure(self, request: Request) -> float:
+        """Median seconds of one operation."""
+        tensor = torch.zeros(request.num_bytes // 4)
+        operation = self._operation(request)
+        for _ in range(_WARM_UP):
+            await operation(tensor)
+        seconds = []
+        for _ in range(request.iterations):
+            started = time.perf_counter()
+            await operation(tensor)
+            seconds.append(time.perf_counter() - started)
+        trips = 2 if request.operation == "send" else 1
+        return statistics.median(seconds) / trips
+
+    async def check(self, size: int) -> None:
+        """Let every backend add the ranks up, so that what is measured is known to work."""
+        for num_bytes in (64, 2**21):
+            for backend in ("tcp", "unix", "gloo"):
+                request = Request(
+                    backend=backend,
+                    operation="all_reduce",
+                    size=size,
+                    num_bytes=num_bytes,
+                    iterations=1,
+                )
+                tensor = torch.full((num_bytes // 4,), float(self._rank + 1))
+                await self._operation(request)(tensor)
+                if not bool((tensor == size * (size + 1) / 2).all()):
+                    raise RuntimeError(f"{request}: wrong sum")
+
+    def _operation(self, request: Request) -> Operation:
+        if request.backend == "gloo":
+            return self._gloo_operation(request)
+        group = self._groups[request.backend, request.size]
+        peer = 1 - self._rank
+
+        async def all_reduce(tensor: torch.Tensor) -> None:
+            await group.all_reduce(tensor)
+
+        async def there_and_back(tensor: torch.Tensor) -> None:
+            if self._rank == 0:
+                await group.send(tensor, peer=peer)
+            await group.recv(tensor, peer=peer)
+            if self._rank == 1:
+                await group.send(tensor, peer=peer)
+
+        return all_reduce if request.operation == "all_reduce" else there_and_back
+
+    def _gloo_operation(self, request: Request) -> Operation:
+        # Blocks the loop, on purpose: that is how Gloo is used, and nothing else runs here.
+        group = self._gloo[request.size]
+        peer = 1 - self._rank
+
+        async def all_reduce(tensor: torch.Tensor) -> None:
+            group.allreduce([tensor]).wait()
+
+        async def there_and_back(tensor: torch.Tensor) -> None:
+            if self._rank == 0:
+                group.send([tensor], peer, 0).wait()
+            group.recv([tensor], peer, 0).wait()
+            if self._rank == 1:
+                group.send([tensor], peer, 0).wait()
+
+        return all_reduce if request.operation == "all_reduce" else there_and_back
+
+
+def _say(answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+async def _listen() -> Any:
+    line = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    return json.loads(line) if line else None
+
+
+async def run(rank: int) -> None:
+    """Serve until standard input ends."""
+    torch.set_num_threads(1)
+    servicer = CommServicer(node_id=f"n{rank}")
+    service = Service(
+        name=COMM_SERVICE_NAME,
+        servicer=servicer,
+        add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+    )
+    async with RpcServer("127.0.0.1:0", services=[service]) as server:
+        channel = open_channel(server.address, token=None, kind="control")
+        _say({"tcp": server.address, "unix": server.address})
+        hello = await _listen()
+        here = Rank(rank)
+        await here.join(
+            hello["members"],
+            stub=comm_pb2_grpc.CommServiceStub(channel),
+            servicer=servicer,
+            store_path=hello["store"],
+        )
+        for size in sorted({2, len(hello["members"])}):
+            if rank < size:
+                await here.check(size)
+        _say("ready")
+        while (request := await _listen()) is not None:
+            _say(await here.measure(Request(**request)))
+        await channel.close()
+        await servicer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(run(int(sys.argv[1])))
