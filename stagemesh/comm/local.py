@@ -6,19 +6,38 @@
 It keeps the promises of the real one (own memory for the receiver, bounded mailboxes, order only
 per source and tag) and no more: with an `order` it delays deliveries by a seeded number of turns of
 the loop, so that interleavings are many and can be repeated.
+
+Faults have coordinates, not times: a rank, and the number of the message that it is about to send.
+
+    network.fail_at(rank=1, step=3)     its 4th send raises on rank 1; the others hear nothing
+    network.hang_at(rank=1, step=3)     its 4th send and all later ones never end, as if stopped
+    network.drop_peer(1, step=3)        it is lost to all, as if its process had died
+
+`network.num_sent(rank)` after a run without faults tells which steps there are.
 """
 
 import asyncio
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from stagemesh.comm.mailbox import DEFAULT_CAPACITY_BYTES, CreditWindow, Mailbox, message_cost
+from stagemesh.comm.raw import own_copy
 from stagemesh.comm.transport import Envelope, Message
-from stagemesh.errors import ConfigError, GroupAborted, PeerLost
+from stagemesh.errors import CommError, ConfigError, GroupAborted, PeerLost
 
 _MAX_DELAY_TURNS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fault:
+    """What happens to a rank at a step."""
+
+    kind: Literal["fail", "hang", "drop"]
+    error: Exception | None = None
 
 
 class LocalNetwork:
@@ -48,11 +67,13 @@ class LocalNetwork:
         self._joined = asyncio.Event()
         self._lanes: defaultdict[tuple[int, int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._windows: dict[tuple[int, int], CreditWindow] = {}
+        self._num_sent: Counter[int] = Counter()
+        self._faults: dict[tuple[int, int], _Fault] = {}
+        self._hung: set[int] = set()
 
     def join(self, rank: int, *, incarnation: int = 1) -> "LocalTransport":
         """The transport of a rank. A later incarnation takes the place of the one before."""
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"rank must be in [0, {self.size}), got {rank}")
+        self._check_rank(rank)
         before = self._mailboxes.get(rank)
         if before is not None and before.incarnation >= incarnation:
             raise ConfigError(f"rank {rank} has joined incarnation {before.incarnation} already")
@@ -71,8 +92,34 @@ class LocalNetwork:
         self._joined.set()
         return LocalTransport(self, rank=rank, mailbox=mailbox)
 
-    def drop_peer(self, rank: int) -> None:
-        """Lose a rank, as if its process had died."""
+    def num_sent(self, rank: int) -> int:
+        """How many messages a rank has begun to send: the step that comes next."""
+        return self._num_sent[rank]
+
+    def fail_at(self, *, rank: int, step: int, error: Exception | None = None) -> None:
+        """Make a rank's send number `step` (0 is its first) raise, on that rank only.
+
+        Args:
+            rank: who fails.
+            step: which of its messages.
+            error: what is raised; without one a CommError that names rank and step.
+        """
+        error = error or CommError(f"rank {rank} fails at step {step}, as was asked for")
+        self._set_fault(rank, step, _Fault(kind="fail", error=error))
+
+    def hang_at(self, *, rank: int, step: int) -> None:
+        """Make a rank's send number `step` and all later ones wait until they are cancelled."""
+        self._set_fault(rank, step, _Fault(kind="hang"))
+
+    def drop_peer(self, rank: int, *, step: int | None = None) -> None:
+        """Lose a rank, as if its process had died: now, or when it begins to send message `step`.
+
+        What it sent before can still be received.
+        """
+        if step is not None:
+            self._set_fault(rank, step, _Fault(kind="drop"))
+            return
+        self._check_rank(rank)
         self._dropped.add(rank)
         for peer, mailbox in self._mailboxes.items():
             if peer != rank:
@@ -80,6 +127,7 @@ class LocalNetwork:
         for (source, target), window in self._windows.items():
             if rank in (source, target):
                 window.fail(lambda: _dropped_error(rank))
+        self._joined.set()
 
     def leave(self, rank: int, *, incarnation: int) -> None:
         """Tell the other ranks of an incarnation that a rank has left."""
@@ -93,12 +141,12 @@ class LocalNetwork:
 
     async def deliver(self, message: Message, target: int) -> None:
         """Bring a message to a rank's mailbox, once that rank has joined."""
+        await self._suffer_faults(message.source_rank)
         async with self._lanes[message.source_rank, target, message.tag]:
             mailbox = await self._mailbox_for(target, message.incarnation)
             await self._delay()
             await self.window(message.source_rank, target).acquire(message_cost(message.num_bytes))
-            if {message.source_rank, target} & self._dropped:
-                raise _dropped_error(target)
+            self._raise_if_dropped(message.source_rank, target)
             if not mailbox.put(message):
                 raise GroupAborted(f"rank {target} has left incarnation {message.incarnation}")
 
@@ -110,8 +158,7 @@ class LocalNetwork:
 
     async def _mailbox_for(self, target: int, incarnation: int) -> Mailbox[Message]:
         while True:
-            if target in self._dropped:
-                raise _dropped_error(target)
+            self._raise_if_dropped(target)
             mailbox = self._mailboxes.get(target)
             if mailbox is not None and mailbox.incarnation >= incarnation:
                 return mailbox
@@ -122,6 +169,38 @@ class LocalNetwork:
         if self._order is not None:
             for _ in range(self._order.randrange(_MAX_DELAY_TURNS)):
                 await asyncio.sleep(0)
+
+    async def _suffer_faults(self, rank: int) -> None:
+        step = self._num_sent[rank]
+        self._num_sent[rank] += 1
+        fault = self._faults.get((rank, step))
+        if fault is not None and fault.error is not None:
+            raise fault.error
+        if fault is not None and fault.kind == "drop":
+            self.drop_peer(rank)
+        if fault is not None and fault.kind == "hang":
+            self._hung.add(rank)
+        if rank in self._hung:
+            await asyncio.Event().wait()
+        self._raise_if_dropped(rank)
+
+    def _raise_if_dropped(self, *ranks: int) -> None:
+        for rank in ranks:
+            if rank in self._dropped:
+                raise _dropped_error(rank)
+
+    def _set_fault(self, rank: int, step: int, fault: _Fault) -> None:
+        self._check_rank(rank)
+        if step < self._num_sent[rank]:
+            raise ConfigError(
+                f"step must be one to come: rank {rank} has sent {self._num_sent[rank]} messages, "
+                f"got {step}"
+            )
+        self._faults[rank, step] = fault
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"rank must be in [0, {self.size}), got {rank}")
 
 
 def _dropped_error(rank: int) -> PeerLost:
@@ -157,7 +236,7 @@ class LocalTransport:
             source_rank=self._rank,
             incarnation=self._mailbox.incarnation,
             envelope=envelope,
-            tensor=tensor.detach().clone(memory_format=torch.contiguous_format),
+            tensor=own_copy(tensor),
         )
         await self._network.deliver(message, peer_rank)
 

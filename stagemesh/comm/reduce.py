@@ -111,6 +111,9 @@ def reduce_in_order(parts: Sequence[torch.Tensor], *, op: ReduceOp) -> torch.Ten
     total = reduce(_COMBINE[op], [part.to(wide) for part in parts])
     if op is ReduceOp.AVG:
         total = total / len(parts)
+    if dtype == torch.complex32:
+        # Not total.to(): torch warns whenever it allocates complex32.
+        return torch.view_as_complex(torch.view_as_real(total).to(torch.float16))
     return total.to(dtype)
 
 

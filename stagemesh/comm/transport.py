@@ -51,7 +51,8 @@ class Envelope:
     def describe(self) -> str:
         """The call as words: "all_reduce(sum) on float32[8]"."""
         reduce_op = f"({self.reduce_op.value})" if self.reduce_op else ""
-        return f"{self.operation}{reduce_op} on {self.called_with}"
+        called_with = f" on {self.called_with}" if self.called_with else ""
+        return f"{self.operation}{reduce_op}{called_with}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,93 @@
+"""Tensors as flat bytes and back. What only moves is moved so: not each dtype has all kernels.
+
+The bytes of bool tensors keep the dtype bool, so that the codec goes on refusing any but 0 and 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from stagemesh.errors import ConfigError
+
+
+def raw_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the bytes of a tensor."""
+    return torch.bool if dtype == torch.bool else torch.uint8
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor in row-major order; a view of its memory where that is possible.
+
+    Shapes:
+        tensor: any.
+        result: [bytes], on the CPU, of `raw_dtype`.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+    raw = raw_dtype(tensor.dtype)
+    if dense.element_size() == 1:
+        dense = dense.view(raw)
+    elif dense.is_complex():
+        # Same bytes; torch warns whenever it allocates complex32.
+        dense = torch.view_as_real(dense)
+    dense = dense.contiguous()
+    # Not reshape: with one element or none any stride counts as contiguous, and then no byte view
+    # exists.
+    return dense.as_strided((dense.numel(),), (1,)).view(raw)
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy with memory of its own, on the CPU."""
+    flat = flat_bytes(tensor)
+    return flat.clone().view(tensor.dtype).reshape(tensor.shape)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of that dtype and shape, on the CPU, with whatever it holds."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    raw = torch.empty(num_bytes, dtype=raw_dtype(tensor.dtype))
+    return raw.view(tensor.dtype).reshape(tensor.shape)
+
+
+def shaped(
+    chunks: Sequence[torch.Tensor], *, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor out of the chunks of its bytes; a single chunk lends it its memory."""
+    whole = chunks[0] if len(chunks) == 1 else _join(chunks, dtype)
+    # A bool of another byte than 0 and 1 would be neither true nor false.
+    whole = whole if dtype != torch.bool else whole.to(torch.bool)
+    return whole.view(dtype).reshape(shape)
+
+
+def write(target: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
+    """Put the chunks of a tensor's bytes into its elements; nothing between them is touched."""
+    target = target.detach()
+    if target.is_cpu and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
+        flat = flat_bytes(target)
+        start = 0
+        for chunk in chunks:
+            flat[start : start + chunk.numel()].copy_(chunk)
+            start += chunk.numel()
+        return
+    source = shaped(chunks, dtype=target.dtype, shape=tuple(target.shape))
+    if target.element_size() == 1:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)
+
+
+def check_writable(tensor: torch.Tensor, *, name: str) -> None:
+    """Refuse a tensor some elements of which share memory, as `expand` makes them.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    if any(
+        stride == 0 and dim > 1 for stride, dim in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ConfigError(
+            f"{name} has elements that share memory (strides {list(tensor.stride())}), so a result "
+            "cannot be written into it; pass a clone"
+        )
+
+
+def _join(chunks: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat(list(chunks)) if chunks else torch.empty(0, dtype=raw_dtype(dtype))

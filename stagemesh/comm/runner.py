@@ -1,0 +1,109 @@
+"""Runs the operations of a group: each with a deadline, woken by an abort, refused once broken."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from stagemesh.comm.tasks import WaitingRanks, cancel_and_wait
+from stagemesh.comm.transport import Transport
+from stagemesh.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
+
+logger = logging.getLogger(__name__)
+
+# Ending a transport is bounded too; what is not told in this time finds out by its own deadline.
+_NOTIFY_SECONDS = 2.0
+
+_ResultT = TypeVar("_ResultT")
+
+
+class OperationRunner:
+    """What the operations of a group have in common. Loop-bound."""
+
+    def __init__(self, transport: Transport, *, group_id: str, timeout_seconds: float) -> None:
+        self.transport = transport
+        self.group_id = group_id
+        self.timeout_seconds = timeout_seconds
+        self._sequence = 0
+        self._broken = ""
+
+    def next_sequence(self) -> int:
+        """Number of the collective that begins now."""
+        sequence = self._sequence
+        self._sequence += 1
+        return sequence
+
+    def check_usable(self) -> None:
+        """Refuse an operation of a group that is over.
+
+        Raises:
+            GroupAborted: the group was aborted, or an earlier failure broke it.
+        """
+        self.transport.mailbox.raise_if_aborted()
+        if self._broken:
+            raise GroupAborted(
+                f"group {self.group_id} is broken by an earlier failure: {self._broken}; "
+                "its ranks must join again with a higher incarnation"
+            )
+
+    async def run(
+        self,
+        operation: str,
+        work: Coroutine[Any, Any, _ResultT],
+        *,
+        waiting: WaitingRanks,
+        timeout: float | None,
+    ) -> _ResultT:
+        """Run until it ends, the deadline passes or the group is aborted.
+
+        Raises:
+            CollectiveTimeout: naming the operation and the ranks it waits for.
+            GroupAborted: the group was aborted meanwhile.
+        """
+        seconds = self.timeout_seconds if timeout is None else timeout
+        task = asyncio.ensure_future(work)
+        aborted = asyncio.ensure_future(self.transport.mailbox.aborted.wait())
+        try:
+            await asyncio.wait(
+                {task, aborted}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done():
+                return task.result()
+            self.transport.mailbox.raise_if_aborted()
+            ranks = ", ".join(str(rank) for rank in waiting.ranks())
+            raise CollectiveTimeout(
+                f"{operation} in group {self.group_id} timed out on rank {self.transport.rank} "
+                f"after {seconds:g} s: waiting for rank {ranks or 'unknown'}"
+            )
+        finally:
+            await cancel_and_wait([task, aborted])
+
+    async def run_collective(
+        self,
+        operation: str,
+        work: Coroutine[Any, Any, _ResultT],
+        *,
+        waiting: WaitingRanks,
+        timeout: float | None,
+    ) -> _ResultT:
+        """As `run`; a failure that leaves the ranks out of step breaks the group."""
+        try:
+            return await self.run(operation, work, waiting=waiting, timeout=timeout)
+        except (CollectiveMismatch, ConfigError):
+            raise
+        except BaseException as error:
+            # Cancellation counts: the other ranks went on without this one.
+            self._broken = self._broken or f"{type(error).__name__}: {error}"
+            raise
+
+    async def abort(self, cause: str) -> None:
+        """End the group here and, as far as they can be reached, on all ranks."""
+        mailbox = self.transport.mailbox
+        if mailbox.aborted.is_set():
+            return
+        mailbox.abort(f"group {self.group_id} was aborted: {cause}")
+        try:
+            async with asyncio.timeout(_NOTIFY_SECONDS):
+                await self.transport.notify_abort(cause)
+        except TimeoutError:
+            logger.warning("not all peers heard of the abort", extra={"group_id": self.group_id})
