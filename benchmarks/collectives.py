@@ -153,7 +153,8 @@ def summary(
             if backend == "gloo" or request.operation != "all_reduce" or request.size != 2:
                 continue
             if is_small:
-                floors.append(at_most(f"time of {row['what']} / gloo", time_ratio, SMALL_TIME_FLOOR))
+                name = f"time of {row['what']} / gloo"
+                floors.append(at_most(name, time_ratio, SMALL_TIME_FLOOR))
             elif request.num_bytes == max(LARGE):
                 name = f"bandwidth of {row['what']} / gloo"
                 floors.append(at_least(name, 1 / time_ratio, LARGE_BANDWIDTH_FLOOR))

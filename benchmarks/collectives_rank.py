@@ -17,12 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from node.comm_service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.comm.async_group import AsyncGroup
-from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.convert import our_version
-from stagemesh.rpc.server import RpcServer, Service
-from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+from stagemesh.comm.endpoint import CommEndpoint
+from stagemesh.comm.peer_link import PeerAddress
 
 _TIMEOUT_SECONDS = 60.0
 _WARM_UP = 3
@@ -53,32 +50,29 @@ class Rank:
         self._groups: dict[tuple[str, int], AsyncGroup] = {}
 
     async def join(
-        self, members: list[dict[str, str]], *, stub: Any, servicer: CommServicer, store_path: str
+        self, members: list[dict[str, str]], *, endpoint: CommEndpoint, store_path: str
     ) -> None:
         """Make the groups of 2 and of all ranks, over each backend."""
         for size in sorted({2, len(members)}):
             if self._rank >= size:
                 continue
-            store = dist.FileStore(f"{store_path}-{size}", size)
+            store = dist.FileStore(  # type: ignore[attr-defined]
+                f"{store_path}-{size}", size
+            )
             self._gloo[size] = dist.ProcessGroupGloo(
                 store, self._rank, size, timedelta(seconds=_TIMEOUT_SECONDS)
             )
             for backend in ("tcp", "unix"):
-                group_id = f"{backend}-{size}"
-                await stub.JoinGroup(
-                    comm_pb2.JoinGroupRequest(
-                        version=our_version(),
-                        group_id=group_id,
-                        incarnation=1,
-                        rank=self._rank,
-                        members=[
-                            comm_pb2.GroupMember(node_id=f"n{i}", address=each[backend])
-                            for i, each in enumerate(members[:size])
-                        ],
-                        timeout_seconds=_TIMEOUT_SECONDS,
-                    )
+                self._groups[backend, size] = await endpoint.open_group(
+                    group_id=f"{backend}-{size}",
+                    rank=self._rank,
+                    members=[
+                        PeerAddress(rank=i, node_id=f"n{i}", address=each[backend])
+                        for i, each in enumerate(members[:size])
+                    ],
+                    incarnation=1,
+                    timeout_seconds=_TIMEOUT_SECONDS,
                 )
-                self._groups[backend, size] = servicer.group(group_id)
 
     async def measure(self, request: Request) -> float:
         """Median seconds of one operation."""
@@ -159,31 +153,17 @@ async def _listen() -> Any:
 async def run(rank: int) -> None:
     """Serve until standard input ends."""
     torch.set_num_threads(1)
-    servicer = CommServicer(node_id=f"n{rank}")
-    service = Service(
-        name=COMM_SERVICE_NAME,
-        servicer=servicer,
-        add=comm_pb2_grpc.add_CommServiceServicer_to_server,
-    )
-    async with RpcServer("127.0.0.1:0", services=[service]) as server:
-        channel = open_channel(server.address, token=None, kind="control")
-        _say({"tcp": server.address, "unix": server.address})
+    async with CommEndpoint("127.0.0.1:0", node_id=f"n{rank}") as endpoint:
+        _say({"tcp": endpoint.address, "unix": endpoint.address})
         hello = await _listen()
         here = Rank(rank)
-        await here.join(
-            hello["members"],
-            stub=comm_pb2_grpc.CommServiceStub(channel),
-            servicer=servicer,
-            store_path=hello["store"],
-        )
+        await here.join(hello["members"], endpoint=endpoint, store_path=hello["store"])
         for size in sorted({2, len(hello["members"])}):
             if rank < size:
                 await here.check(size)
         _say("ready")
         while (request := await _listen()) is not None:
             _say(await here.measure(Request(**request)))
-        await channel.close()
-        await servicer.close()
 
 
 if __name__ == "__main__":

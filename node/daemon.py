@@ -21,9 +21,10 @@ from node.service import NodeServicer
 from node.stage_loader import StageLoader
 from node.status import NodeReporter, stage_metrics
 from node.telemetry import NodeTelemetry
+from stagemesh.comm.frames import add_comm_service
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.rpc.server import RpcServer, Service
-from stagemesh.rpc.v1 import comm_pb2_grpc, node_pb2_grpc
+from stagemesh.rpc.v1 import node_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class NodeDaemon:
                 Service(
                     name=COMM_SERVICE_NAME,
                     servicer=self.comm,
-                    add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+                    add=add_comm_service,
                 ),
             ],
             token=config.token,

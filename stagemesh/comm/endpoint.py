@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Self
 
 from stagemesh.comm.async_group import AsyncGroup
+from stagemesh.comm.frames import add_comm_service
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
 from stagemesh.rpc.server import RpcServer, Service, split_address
-from stagemesh.rpc.v1 import comm_pb2_grpc
 
 _STOP_GRACE_SECONDS = 0.5
 _ALL_INTERFACES = frozenset({"", "0.0.0.0", "[::]"})
@@ -67,7 +67,7 @@ class CommEndpoint:
         service = Service(
             name=COMM_SERVICE_NAME,
             servicer=self._servicer,
-            add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+            add=add_comm_service,
         )
         self._server = RpcServer(
             bind, services=[service], token=token, insecure=insecure, node_id=node_id

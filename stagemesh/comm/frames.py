@@ -1,15 +1,22 @@
 """Group messages to and from the frames of the Exchange stream, and reduce ops and specs too."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
+import grpc
+import grpc.aio
 import torch
 
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.transport import Envelope, TensorSpec
 from stagemesh.errors import GroupAborted, ProtocolError
-from stagemesh.rpc.codec import TensorAssembler, check_header, header_for, stream_parts
-from stagemesh.rpc.v1 import comm_pb2, tensor_pb2
+from stagemesh.rpc.codec import Chunk, TensorAssembler, check_header, header_for, stream_chunks
+from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc, tensor_pb2
+
+# A string, as the class takes no parameters at run time.
+ExchangeCall: TypeAlias = "grpc.aio.StreamStreamCall[bytes, comm_pb2.ExchangeAck]"
 
 _REDUCE_OPS: Mapping["comm_pb2.ReduceOp.ValueType", ReduceOp] = MappingProxyType(
     {
@@ -21,6 +28,15 @@ _REDUCE_OPS: Mapping["comm_pb2.ReduceOp.ValueType", ReduceOp] = MappingProxyType
     }
 )
 _WIRE_REDUCE_OPS = MappingProxyType({op: number for number, op in _REDUCE_OPS.items()})
+
+_SERVICE_NAME = comm_pb2.DESCRIPTOR.services_by_name["CommService"].full_name
+
+# One byte each: field 3, length-delimited. ExchangeFrame.part and TensorPart.data.
+_PART_TAG = _DATA_TAG = b"\x1a"
+_WIRE_VARINT, _WIRE_BYTES = 0, 2
+
+# Below it the generated parser is faster than walking the fields.
+_BULK_BYTES = 32 * 1024
 
 MAX_OPERATION_CHARS = 100
 MAX_CAUSE_CHARS = 2000
@@ -82,27 +98,161 @@ def envelope_from_proto(message: comm_pb2.Envelope) -> Envelope:
     )
 
 
-def abort_frame(cause: str) -> comm_pb2.ExchangeFrame:
+def abort_frame(cause: str) -> bytes:
     """The frame that tells a peer of an abort."""
-    return comm_pb2.ExchangeFrame(
-        envelope=comm_pb2.Envelope(
-            operation="abort", abort_cause=cause[:MAX_CAUSE_CHARS] or "no cause was given"
-        )
+    envelope = comm_pb2.Envelope(
+        operation="abort", abort_cause=cause[:MAX_CAUSE_CHARS] or "no cause was given"
     )
+    return comm_pb2.ExchangeFrame(envelope=envelope).SerializeToString()
+
+
+@dataclass(frozen=True, slots=True)
+class BulkFrame:
+    """An ExchangeFrame whose tensor bytes were left where they arrived."""
+
+    head: comm_pb2.ExchangeFrame
+    """The frame without its data."""
+    data: memoryview
+
+    def HasField(self, name: str) -> bool:  # noqa: N802
+        """As a generated message has it."""
+        return self.head.HasField(name)  # type: ignore[arg-type]
+
+    @property
+    def hello(self) -> comm_pb2.ExchangeHello:
+        """As a generated message has it."""
+        return self.head.hello
+
+    @property
+    def envelope(self) -> comm_pb2.Envelope:
+        """As a generated message has it."""
+        return self.head.envelope
+
+
+Frame: TypeAlias = comm_pb2.ExchangeFrame | BulkFrame
+
+
+def encode_frame(envelope: Envelope | None, chunk: Chunk) -> bytes:
+    """The bytes of an ExchangeFrame, with one copy of the tensor's.
+
+    The generated class would copy them four times: into `data`, into the part, into the frame, and
+    into the result. The bytes are the same (a test compares them).
+    """
+    head = b""
+    if envelope is not None:
+        head = comm_pb2.ExchangeFrame(envelope=envelope_to_proto(envelope)).SerializeToString()
+    part = tensor_pb2.TensorPart(header=chunk.header, offset=chunk.offset).SerializeToString()
+    data = chunk.data
+    if not len(data):
+        return b"".join((head, _PART_TAG, _varint(len(part)), part))
+    length = _varint(len(data))
+    part_length = _varint(len(part) + len(_DATA_TAG) + len(length) + len(data))
+    return b"".join((head, _PART_TAG, part_length, part, _DATA_TAG, length, data))
+
+
+def decode_frame(message: bytes) -> Frame:
+    """A frame out of its bytes; the data of a large one is not copied.
+
+    Only frames with part and data last, which is how serializers order them, can be left in place;
+    any other is parsed whole.
+
+    Raises:
+        google.protobuf.message.DecodeError: it is no frame.
+    """
+    if len(message) >= _BULK_BYTES:
+        part = _last_field(message, 0, _PART_TAG[0])
+        data = part and _last_field(message, part[1], _DATA_TAG[0])
+        if part and data:
+            head = comm_pb2.ExchangeFrame.FromString(message[: part[0]])
+            # Merging what stands before the data leaves a part without it.
+            head.part.MergeFromString(message[part[1] : data[0]])
+            return BulkFrame(head, memoryview(message)[data[1] :])
+    return comm_pb2.ExchangeFrame.FromString(message)
+
+
+def _varint(value: int) -> bytes:
+    result = bytearray()
+    while value > 0x7F:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int] | None:
+    """Value and end of a varint; None when it is cut off or too long."""
+    value = shift = 0
+    while at < len(message) and shift < 64:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return None
+
+
+def _last_field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
+    """Where the field with a one-byte tag and its content begin, if it reaches to the end.
+
+    Fields before it are stepped over; None when something else is found.
+    """
+    while at < len(message):
+        found = message[at]
+        number = _read_varint(message, at + 1)
+        if number is None or found & 7 not in (_WIRE_VARINT, _WIRE_BYTES) or found > 0x7F:
+            return None
+        value, end = number
+        if found == tag:
+            return (at, end) if end + value == len(message) else None
+        at = end + value if found & 7 == _WIRE_BYTES else end
+    return None
+
+
+def add_comm_service(servicer: comm_pb2_grpc.CommServiceServicer, server: grpc.aio.Server) -> None:
+    """Serve CommService, with frames that are decoded by `decode_frame`."""
+    exchange = grpc.stream_stream_rpc_method_handler(
+        servicer.Exchange,
+        request_deserializer=decode_frame,
+        response_serializer=comm_pb2.ExchangeAck.SerializeToString,
+    )
+    # The first handler that knows a method takes it.
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_SERVICE_NAME, {"Exchange": exchange}),)
+    )
+    comm_pb2_grpc.add_CommServiceServicer_to_server(servicer, server)
+
+
+def open_exchange(channel: grpc.aio.Channel) -> "ExchangeCall":
+    """Call Exchange with frames that are bytes already."""
+    return channel.stream_stream(
+        f"/{_SERVICE_NAME}/Exchange",
+        request_serializer=None,
+        response_deserializer=comm_pb2.ExchangeAck.FromString,
+    )()
 
 
 async def frames_of(
     envelope: Envelope, tensor: torch.Tensor, *, chunk_bytes: int
-) -> AsyncGenerator[comm_pb2.ExchangeFrame, None]:
+) -> AsyncGenerator[bytes, None]:
     """The frames of one message; the first has the envelope."""
-    head: comm_pb2.Envelope | None = envelope_to_proto(envelope)
-    async for part in stream_parts(tensor, chunk_bytes=chunk_bytes):
-        yield comm_pb2.ExchangeFrame(envelope=head, part=part)
+    head: Envelope | None = envelope
+    async for chunk in stream_chunks(tensor, chunk_bytes=chunk_bytes):
+        yield encode_frame(head, chunk)
         head = None
 
 
+def _chunk_of(frame: Frame) -> Chunk:
+    part = frame.head.part if isinstance(frame, BulkFrame) else frame.part
+    return Chunk(
+        header=part.header if part.HasField("header") else None,
+        offset=part.offset,
+        data=frame.data if isinstance(frame, BulkFrame) else part.data,
+    )
+
+
 async def messages_of(
-    frames: AsyncIterable[comm_pb2.ExchangeFrame], *, max_bytes: int
+    frames: AsyncIterable[Frame], *, max_bytes: int
 ) -> AsyncIterator[tuple[Envelope, torch.Tensor]]:
     """The messages in a stream of frames.
 
@@ -122,7 +272,7 @@ async def messages_of(
             envelope = envelope_from_proto(frame.envelope)
         if envelope is None:
             raise ProtocolError("a tensor came without an envelope")
-        tensor = assembler.add(frame.part)
+        tensor = assembler.add_chunk(_chunk_of(frame))
         if tensor is not None:
             yield envelope, tensor
             envelope = None

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import torch
 
-from stagemesh.comm.frames import messages_of
+from stagemesh.comm.frames import Frame, messages_of
 from stagemesh.comm.mailbox import DEFAULT_CAPACITY_BYTES, Mailbox
 from stagemesh.comm.peer_link import LinkConfig, PeerAddress, PeerLink, open_link
 from stagemesh.comm.tasks import cancel_and_wait, run_together
@@ -28,6 +28,11 @@ from stagemesh.errors import (
 )
 from stagemesh.rpc.codec import DEFAULT_CHUNK_BYTES, DEFAULT_MAX_TENSOR_BYTES
 from stagemesh.rpc.v1 import comm_pb2
+
+# A message of its own for each credit would cost as much as the message it is for. Credit goes back
+# when it is this part of the window, or has waited so long: the sender may need all of it.
+_CREDIT_PARTS = 4
+_CREDIT_SECONDS = 0.005
 
 
 class GrpcTransport:
@@ -80,6 +85,7 @@ class GrpcTransport:
         self._incoming: set[int] = set()
         self._served: set[int] = set()
         self._credit: Counter[int] = Counter()
+        self._late_credit: dict[int, asyncio.TimerHandle] = {}
         self._wake: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     @property
@@ -130,7 +136,7 @@ class GrpcTransport:
         await run_together(link.close() for link in links)
 
     async def serve_peer(
-        self, source_rank: int, frames: AsyncIterator[comm_pb2.ExchangeFrame]
+        self, source_rank: int, frames: AsyncIterator[Frame]
     ) -> AsyncGenerator[comm_pb2.ExchangeAck, None]:
         """Accept a peer, take its messages until its stream ends, and give it credit.
 
@@ -159,6 +165,9 @@ class GrpcTransport:
             while not reading.done():
                 await wake.wait()
                 wake.clear()
+                late = self._late_credit.pop(source_rank, None)
+                if late is not None:
+                    late.cancel()
                 if self._is_closing:
                     return
                 self._mailbox.raise_if_aborted()
@@ -171,10 +180,13 @@ class GrpcTransport:
             raise
         finally:
             self._incoming.discard(source_rank)
+            late = self._late_credit.pop(source_rank, None)
+            if late is not None:
+                late.cancel()
             self._lose(source_rank, f"{peer} is lost: {reason}")
             await cancel_and_wait([reading, aborting])
 
-    async def _take(self, source_rank: int, frames: AsyncIterator[comm_pb2.ExchangeFrame]) -> None:
+    async def _take(self, source_rank: int, frames: AsyncIterator[Frame]) -> None:
         try:
             async for envelope, tensor in messages_of(frames, max_bytes=self._max_tensor_bytes):
                 self._mailbox.put(
@@ -191,7 +203,12 @@ class GrpcTransport:
 
     def _on_taken(self, source_rank: int, cost: int) -> None:
         self._credit[source_rank] += cost
-        self._wake[source_rank].set()
+        if self._credit[source_rank] >= self._config.capacity_bytes // _CREDIT_PARTS:
+            self._wake[source_rank].set()
+        elif source_rank not in self._late_credit:
+            self._late_credit[source_rank] = asyncio.get_running_loop().call_later(
+                _CREDIT_SECONDS, self._wake[source_rank].set
+            )
 
     async def _link(self, peer_rank: int) -> PeerLink:
         async with self._opening[peer_rank]:

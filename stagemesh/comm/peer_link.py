@@ -15,15 +15,22 @@ import grpc
 import grpc.aio
 import torch
 
-from stagemesh.comm.frames import abort_frame, frames_of
+from stagemesh.comm.frames import (
+    ExchangeCall,
+    abort_frame,
+    encode_frame,
+    frames_of,
+    open_exchange,
+)
 from stagemesh.comm.mailbox import CreditWindow, message_cost
 from stagemesh.comm.tasks import cancel_and_wait
 from stagemesh.comm.transport import Envelope
 from stagemesh.errors import CommError, GroupAborted, PeerLost, ProtocolError
 from stagemesh.rpc.channels import open_channel, wait_ready
+from stagemesh.rpc.codec import whole_chunk
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.status import from_rpc_error
-from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+from stagemesh.rpc.v1 import comm_pb2
 
 _CLOSE_SECONDS = 1.0
 
@@ -63,7 +70,7 @@ class PeerLink:
         *,
         config: LinkConfig,
         channel: grpc.aio.Channel,
-        call: "grpc.aio.StreamStreamCall[comm_pb2.ExchangeFrame, comm_pb2.ExchangeAck]",
+        call: ExchangeCall,
         on_broken: Callable[[CommError], None],
     ) -> None:
         self._peer = peer
@@ -83,10 +90,14 @@ class PeerLink:
         Raises:
             PeerLost: the link is broken, or breaks now.
         """
-        cost = message_cost(tensor.numel() * tensor.element_size())
+        num_bytes = tensor.numel() * tensor.element_size()
+        cost = message_cost(num_bytes)
         async with self._writing:
             await self._window.acquire(cost)
             try:
+                if num_bytes <= self._config.chunk_bytes:
+                    await self._write(encode_frame(envelope, whole_chunk(tensor)))
+                    return
                 frames = frames_of(envelope, tensor, chunk_bytes=self._config.chunk_bytes)
                 async with contextlib.aclosing(frames):
                     async for frame in frames:
@@ -114,7 +125,7 @@ class PeerLink:
         self._call.cancel()
         await self._channel.close()
 
-    async def _write(self, frame: comm_pb2.ExchangeFrame) -> None:
+    async def _write(self, frame: bytes) -> None:
         if self._broken:
             raise self._lost()
         try:
@@ -169,7 +180,7 @@ async def open_link(
     try:
         await _wait_connected(channel, peer, config)
         # No timeout: the stream lives as long as the group.
-        call = comm_pb2_grpc.CommServiceStub(channel).Exchange()
+        call = open_exchange(channel)
         async with asyncio.timeout(config.connect_seconds):
             await call.write(_hello(peer, config))
             ack = await call.read()
@@ -200,7 +211,7 @@ def _unreachable(peer: PeerAddress, config: LinkConfig, why: str) -> PeerLost:
     )
 
 
-def _hello(peer: PeerAddress, config: LinkConfig) -> comm_pb2.ExchangeFrame:
+def _hello(peer: PeerAddress, config: LinkConfig) -> bytes:
     return comm_pb2.ExchangeFrame(
         hello=comm_pb2.ExchangeHello(
             version=our_version(),
@@ -209,4 +220,4 @@ def _hello(peer: PeerAddress, config: LinkConfig) -> comm_pb2.ExchangeFrame:
             source_rank=config.source_rank,
             target_rank=peer.rank,
         )
-    )
+    ).SerializeToString()

@@ -10,6 +10,7 @@ import asyncio
 import math
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -63,6 +64,20 @@ DTYPES: Mapping["tensor_pb2.DType.ValueType", torch.dtype] = MappingProxyType(
 _WIRE_DTYPES: Mapping[torch.dtype, "tensor_pb2.DType.ValueType"] = MappingProxyType(
     {dtype: number for number, dtype in DTYPES.items()}
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A TensorPart whose bytes are still where they were: nothing is copied yet."""
+
+    header: tensor_pb2.TensorHeader | None
+    """Set on the first chunk of a tensor."""
+    offset: int
+    data: memoryview | bytes
+
+    def to_part(self) -> tensor_pb2.TensorPart:
+        """As a message, with a copy of the bytes."""
+        return tensor_pb2.TensorPart(header=self.header, offset=self.offset, data=bytes(self.data))
 
 
 def _check_platform() -> None:
@@ -165,12 +180,10 @@ def _memory(raw: torch.Tensor) -> memoryview:
     return raw.numpy().data
 
 
-def _parts(
-    header: tensor_pb2.TensorHeader, raw: memoryview, chunk_bytes: int
-) -> Iterator[tensor_pb2.TensorPart]:
-    yield tensor_pb2.TensorPart(header=header, data=bytes(raw[:chunk_bytes]))
+def _chunks(header: tensor_pb2.TensorHeader, raw: memoryview, chunk_bytes: int) -> Iterator[Chunk]:
+    yield Chunk(header=header, offset=0, data=raw[:chunk_bytes])
     for offset in range(chunk_bytes, len(raw), chunk_bytes):
-        yield tensor_pb2.TensorPart(offset=offset, data=bytes(raw[offset : offset + chunk_bytes]))
+        yield Chunk(header=None, offset=offset, data=raw[offset : offset + chunk_bytes])
 
 
 def _check_chunk(chunk_bytes: int) -> None:
@@ -189,13 +202,30 @@ def encode_parts(
         ConfigError: the tensor cannot travel (see `header_of`).
     """
     _check_chunk(chunk_bytes)
-    return _parts(header_of(tensor), _bytes_of(tensor), chunk_bytes)
+    return (chunk.to_part() for chunk in _chunks(header_of(tensor), _bytes_of(tensor), chunk_bytes))
+
+
+def whole_chunk(tensor: torch.Tensor) -> Chunk:
+    """A tensor as one chunk; meant for small ones. Valid until the tensor is written to.
+
+    Raises:
+        ConfigError: the tensor cannot travel.
+    """
+    return Chunk(header=header_of(tensor), offset=0, data=_bytes_of(tensor))
 
 
 async def stream_parts(
     tensor: torch.Tensor, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
 ) -> AsyncIterator[tensor_pb2.TensorPart]:
-    """As `encode_parts`, for an event loop that must stay responsive.
+    """As `encode_parts`, for an event loop that must stay responsive."""
+    async for chunk in stream_chunks(tensor, chunk_bytes=chunk_bytes):
+        yield chunk.to_part()
+
+
+async def stream_chunks(
+    tensor: torch.Tensor, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> AsyncIterator[Chunk]:
+    """The chunks of a tensor, for an event loop that must stay responsive.
 
     A large tensor that needs a copy (strided, or on a device) is packed on a thread, and the loop
     runs between two chunks.
@@ -203,15 +233,15 @@ async def stream_parts(
     _check_chunk(chunk_bytes)
     header = header_of(tensor)
     if header.num_bytes <= chunk_bytes:
-        yield tensor_pb2.TensorPart(header=header, data=bytes(_bytes_of(tensor)))
+        yield whole_chunk(tensor)
         return
     needs_copy = not tensor.is_contiguous() or not tensor.is_cpu
     if needs_copy and header.num_bytes > _OFF_LOOP_BYTES:
         raw = await asyncio.get_running_loop().run_in_executor(None, _bytes_of, tensor)
     else:
         raw = _bytes_of(tensor)
-    for part in _parts(header, raw, chunk_bytes):
-        yield part
+    for chunk in _chunks(header, raw, chunk_bytes):
+        yield chunk
         await asyncio.sleep(0)
 
 
@@ -263,8 +293,17 @@ class TensorAssembler:
             ProtocolError: the message does not follow the contract.
             CapacityExceeded: the tensor is larger than the bound; nothing was allocated.
         """
+        header = part.header if part.HasField("header") else None
+        return self.add_chunk(Chunk(header=header, offset=part.offset, data=part.data))
+
+    def add_chunk(self, chunk: Chunk) -> torch.Tensor | None:
+        """As `add`, of bytes that are not in a message; they are copied out of the chunk.
+
+        Raises:
+            ProtocolError, CapacityExceeded: see `add`.
+        """
         try:
-            return self._add(part)
+            return self._add(chunk)
         except (ProtocolError, CapacityExceeded):
             self._reset()
             raise
@@ -281,18 +320,18 @@ class TensorAssembler:
         self._reset()
         raise ProtocolError(f"tensor ended early: expected {expected} bytes, got {received}")
 
-    def _add(self, part: tensor_pb2.TensorPart) -> torch.Tensor | None:
-        data = part.data
+    def _add(self, chunk: Chunk) -> torch.Tensor | None:
+        data = chunk.data
         if self._raw is None:
-            raw = self._begin(part)
-        elif part.HasField("header"):
+            raw = self._begin(chunk)
+        elif chunk.header is not None:
             raise ProtocolError(
                 f"a header came after {self._received} of {self._raw.numel()} bytes of a tensor"
             )
         else:
             raw = self._raw
-        if part.offset != self._received:
-            raise ProtocolError(f"chunk at offset {part.offset}, expected {self._received}")
+        if chunk.offset != self._received:
+            raise ProtocolError(f"chunk at offset {chunk.offset}, expected {self._received}")
         end = self._received + len(data)
         if end > raw.numel():
             raise _too_much(expected=raw.numel(), actual=end)
@@ -310,12 +349,12 @@ class TensorAssembler:
         self._reset()
         return tensor
 
-    def _begin(self, part: tensor_pb2.TensorPart) -> torch.Tensor:
-        if not part.HasField("header"):
+    def _begin(self, chunk: Chunk) -> torch.Tensor:
+        if chunk.header is None:
             raise ProtocolError("a tensor begins without a header")
-        self._dtype, self._shape = check_header(part.header, max_bytes=self._max_bytes)
-        if part.header.num_bytes < len(part.data):
-            raise _too_much(expected=part.header.num_bytes, actual=len(part.data))
+        self._dtype, self._shape = check_header(chunk.header, max_bytes=self._max_bytes)
+        if chunk.header.num_bytes < len(chunk.data):
+            raise _too_much(expected=chunk.header.num_bytes, actual=len(chunk.data))
         # Memory of a large tensor is taken by the system as chunks are written, not here.
-        self._raw = torch.empty(part.header.num_bytes, dtype=torch.uint8)
+        self._raw = torch.empty(chunk.header.num_bytes, dtype=torch.uint8)
         return self._raw

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stagemesh.comm.frames import reduce_op_to_proto
+from stagemesh.comm.frames import add_comm_service, reduce_op_to_proto
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.rpc.channels import open_channel
@@ -42,7 +42,7 @@ async def start_daemon(
         service = Service(
             name=COMM_SERVICE_NAME,
             servicer=servicer,
-            add=comm_pb2_grpc.add_CommServiceServicer_to_server,
+            add=add_comm_service,
         )
         server = RpcServer(bind, services=[service], token=token, node_id=node_id)
         await stack.enter_async_context(server)
