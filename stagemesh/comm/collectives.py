@@ -121,10 +121,7 @@ async def agree(
     """
     empty = torch.empty(0, dtype=torch.uint8)
     payloads = payloads or {}
-    sends = [call.send(peer, phase=_AGREE, tensor=payloads.get(peer, empty)) for peer in call.peers]
-    receives = [call.receive(peer, phase=_AGREE) for peer in call.peers]
-    results = (await run_together([*sends, *receives]))[len(sends) :]
-    messages = {message.source_rank: message for message in results if message is not None}
+    messages = await _swap(call, {peer: payloads.get(peer, empty) for peer in call.peers})
     envelopes = {rank: message.envelope for rank, message in messages.items()}
     envelopes[call.rank] = call.envelope
     in_order = [envelopes[rank] for rank in range(call.size)]
@@ -137,6 +134,21 @@ async def agree(
         Contribution(called_with=told.called_with, payload=tensors[rank])
         for rank, told in enumerate(in_order)
     ]
+
+
+async def _swap(call: CollectiveCall, outgoing: Mapping[int, torch.Tensor]) -> dict[int, Message]:
+    """Send each peer its payload and receive theirs, by rank."""
+    if len(outgoing) == 1:
+        [(peer, payload)] = outgoing.items()
+        if call.transport.can_send_now(peer, num_bytes=payload.numel()):
+            # One after the other costs no tasks. It cannot lock up: the peer's loop takes what
+            # arrives into its mailbox, whatever its own call waits for.
+            await call.send(peer, phase=_AGREE, tensor=payload)
+            return {peer: await call.receive(peer, phase=_AGREE)}
+    sends = [call.send(peer, phase=_AGREE, tensor=raw) for peer, raw in outgoing.items()]
+    receives = [call.receive(peer, phase=_AGREE) for peer in outgoing]
+    results = (await run_together([*sends, *receives]))[len(sends) :]
+    return {message.source_rank: message for message in results if message is not None}
 
 
 def mismatch(call: CollectiveCall, text: str) -> CollectiveMismatch:

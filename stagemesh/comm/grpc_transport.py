@@ -115,8 +115,13 @@ class GrpcTransport:
             raise CapacityExceeded(
                 f"tensor has {num_bytes} bytes; the limit of the group is {self._max_tensor_bytes}"
             )
-        link = await self._link(peer_rank)
+        link = self._links.get(peer_rank) or await self._link(peer_rank)
         await link.send(envelope, tensor)
+
+    def can_send_now(self, peer_rank: int, *, num_bytes: int) -> bool:
+        """Whether the link is open and idle, and has credit for so many bytes."""
+        link = self._links.get(peer_rank)
+        return link is not None and link.can_send_now(num_bytes)
 
     async def notify_abort(self, cause: str) -> None:
         """Tell each peer that can be reached."""

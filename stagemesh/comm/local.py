@@ -240,6 +240,10 @@ class LocalTransport:
         )
         await self._network.deliver(message, peer_rank)
 
+    def can_send_now(self, peer_rank: int, *, num_bytes: int) -> bool:
+        """Never: each delivery may be delayed on purpose."""
+        return False
+
     async def notify_abort(self, cause: str) -> None:
         """Abort the other ranks' mailboxes."""
         await self._network.abort_peers(

@@ -12,7 +12,8 @@ woken: by the loss of its source, or by the abort of the group. Loop-bound, not 
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from stagemesh.errors import CapacityExceeded, CommError, GroupAborted, PeerLost, ProtocolError
@@ -76,6 +77,11 @@ class CreditWindow:
             self._changed.clear()
             await self._changed.wait()
 
+    def has_room(self, cost: int) -> bool:
+        """Whether `acquire` would return at once."""
+        fits = not self._outstanding or self._outstanding + cost <= self._capacity
+        return self._failure is None and fits
+
     def release(self, cost: int) -> None:
         """The receiver took that many bytes."""
         self._outstanding = max(0, self._outstanding - cost)
@@ -107,6 +113,7 @@ class Mailbox(Generic[MessageT]):
         self.incarnation = incarnation
         self.num_dropped = 0
         self.aborted = asyncio.Event()
+        self._abort_callbacks: set[Callable[[], None]] = set()
         self._capacity = capacity_bytes
         self._on_taken = on_taken
         self._queues: defaultdict[_Key, deque[MessageT]] = defaultdict(deque)
@@ -195,6 +202,17 @@ class Mailbox(Generic[MessageT]):
         self._queues.clear()
         self._waiting_bytes.clear()
         self._fail_waiters(list(self._waiters), self._aborted_error)
+        for callback in list(self._abort_callbacks):
+            callback()
+
+    @contextmanager
+    def on_abort(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call back when the group is aborted within the block."""
+        self._abort_callbacks.add(callback)
+        try:
+            yield
+        finally:
+            self._abort_callbacks.discard(callback)
 
     def raise_if_aborted(self) -> None:
         """Raise GroupAborted, once the group is aborted."""

@@ -108,6 +108,10 @@ class PeerLink:
                 self._call.cancel()
                 raise
 
+    def can_send_now(self, num_bytes: int) -> bool:
+        """Whether a message of so many bytes waits for nothing but the network."""
+        return not self._writing.locked() and self._window.has_room(message_cost(num_bytes))
+
     async def notify_abort(self, cause: str) -> None:
         """Tell the peer that the group is aborted."""
         async with self._writing:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from stagemesh.comm.tasks import WaitingRanks, cancel_and_wait
+from stagemesh.comm.tasks import WaitingRanks
 from stagemesh.comm.transport import Transport
 from stagemesh.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
 
@@ -61,22 +61,29 @@ class OperationRunner:
             GroupAborted: the group was aborted meanwhile.
         """
         seconds = self.timeout_seconds if timeout is None else timeout
-        task = asyncio.ensure_future(work)
-        aborted = asyncio.ensure_future(self.transport.mailbox.aborted.wait())
+        mailbox = self.transport.mailbox
+        loop = asyncio.get_running_loop()
+        # In the caller's task: tasks of their own for the work, the deadline and the abort would
+        # cost a small collective more than its message does.
+        limit = asyncio.timeout(seconds)
+
+        def end_now() -> None:
+            if not limit.expired():
+                limit.reschedule(loop.time())
+
         try:
-            await asyncio.wait(
-                {task, aborted}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if task.done():
-                return task.result()
-            self.transport.mailbox.raise_if_aborted()
-            ranks = ", ".join(str(rank) for rank in waiting.ranks())
-            raise CollectiveTimeout(
-                f"{operation} in group {self.group_id} timed out on rank {self.transport.rank} "
-                f"after {seconds:g} s: waiting for rank {ranks or 'unknown'}"
-            )
-        finally:
-            await cancel_and_wait([task, aborted])
+            async with limit:
+                with mailbox.on_abort(end_now):
+                    return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            mailbox.raise_if_aborted()
+        ranks = ", ".join(str(rank) for rank in waiting.ranks())
+        raise CollectiveTimeout(
+            f"{operation} in group {self.group_id} timed out on rank {self.transport.rank} "
+            f"after {seconds:g} s: waiting for rank {ranks or 'unknown'}"
+        )
 
     async def run_collective(
         self,

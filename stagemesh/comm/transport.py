@@ -99,6 +99,9 @@ class Transport(Protocol):
             PeerLost: the peer is gone.
         """
 
+    def can_send_now(self, peer_rank: int, *, num_bytes: int) -> bool:
+        """Whether a send would wait neither for credit, nor for a connection or another send."""
+
     async def notify_abort(self, cause: str) -> None:
         """Tell all peers that this rank aborts the group; bounded, and silent where it fails."""
 
