@@ -29,8 +29,9 @@ SOURCES = sorted(
 # Where the event loop and threads meet; everything else is on one side.
 THREAD_BORDERS = {
     "node/executor.py": "loop to the device's compute thread",
-    "stagemesh/comm/process_group.py": "compute thread to loop",
+    "stagemesh/comm/comm_loop.py": "compute threads to the loop, and the loop's own thread",
     "stagemesh/rpc/codec.py": "packing large tensors off the loop",
+    "stagemesh/torch_backend/backend.py": "callbacks of torch's futures, off the loop",
 }
 CROSSING = re.compile(
     r"\b(run_coroutine_threadsafe|run_in_executor|to_thread|ThreadPoolExecutor"
@@ -51,7 +52,7 @@ STUB_USERS = {
     "stagemesh/comm/grpc_transport.py": "speaks the comm service",
     "stagemesh/comm/peer_link.py": "client of the comm service",
     "stagemesh/comm/service.py": "serves the comm service",
-    "stagemesh/comm/endpoint.py": "registers what it serves",
+    "stagemesh/comm/coordinator_meeting.py": "client of the coordinator's service",
     "node/service.py": "serves the node service",
     "node/status.py": "answers of the node service",
     "node/daemon.py": "registers what it serves",

@@ -1,0 +1,171 @@
+"""One way to make a group: which backend carries it, and how its ranks meet.
+
+local   ranks are threads of this process          rendezvous: a LocalHub
+grpc    ranks are processes, on any machines       rendezvous: any of stagemesh.comm.rendezvous
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from stagemesh.comm.blocking import GroupOpener
+from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.endpoint import CommEndpoint
+from stagemesh.comm.local_hub import LocalHub
+from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.rendezvous import AddressList, Arrival, Meeting, Rendezvous, check_rank
+from stagemesh.errors import ConfigError
+from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
+
+Backend = Literal["local", "grpc"]
+
+_ANY_PORT = "127.0.0.1:0"
+_CLOSE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """What a process says to become a rank."""
+
+    rendezvous: Rendezvous | LocalHub
+    """Where the ranks meet."""
+    backend: Backend = "grpc"
+    """What carries the tensors."""
+    rank: int | None = None
+    """This rank; None where the rendezvous knows or assigns it."""
+    world_size: int | None = None
+    """Number of ranks; None where the rendezvous knows it."""
+    group_id: str = "world"
+    """Name of the group; the same on all ranks."""
+    timeout_seconds: float = 300.0
+    """Deadline of the rendezvous, and of each operation that sets none of its own."""
+    bind: str | None = None
+    """host:port to listen on. None: this rank's address of an AddressList, else a free port of
+    127.0.0.1, which only this machine reaches."""
+    advertise: str | None = None
+    """Host or host:port that the other ranks reach this one by, where that is not `bind`."""
+    token: str | None = field(default=None, repr=False)
+    """Shared by all ranks; grpc refuses a public `bind` without."""
+    insecure: bool = False
+    """Allow a public `bind` without token."""
+    max_tensor_bytes: int = DEFAULT_MAX_TENSOR_BYTES
+    """grpc: larger tensors are neither sent nor accepted."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ConfigError(
+                f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}"
+            )
+        if (self.backend == "local") != isinstance(self.rendezvous, LocalHub):
+            raise ConfigError(
+                "backend 'local' and a LocalHub as the rendezvous belong together, got backend "
+                f"{self.backend!r} with {type(self.rendezvous).__name__}"
+            )
+        if not self.group_id:
+            raise ConfigError("group_id must not be empty")
+        if not self.timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds must be positive, got {self.timeout_seconds}")
+
+
+def init_process_group(config: GroupConfig, *, loop: CommLoop | None = None) -> ProcessGroup:
+    """Become a rank of a group: meet the others, and make the group. Blocks.
+
+    Args:
+        config: what, where, and as which rank.
+        loop: the process's loop, when it has one already; a second group shares it with the first.
+            Without, the group makes one, and ends it when it closes.
+
+    Raises:
+        ConfigError: a setting is wrong, or the ranks' do not fit together.
+        CollectiveTimeout: ranks are missing at the deadline; names them.
+        PeerLost: the place to meet cannot be reached.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(config.rendezvous, LocalHub):
+            return _open_local(config, config.rendezvous)
+        if loop is None:
+            loop = CommLoop()
+            stack.callback(loop.close)
+        opener, meeting = _meet_grpc(config, config.rendezvous, loop=loop, stack=stack)
+        return _open(config, opener, meeting, loop=loop, stack=stack)
+
+
+def _open_local(config: GroupConfig, hub: LocalHub) -> ProcessGroup:
+    rank, world_size = check_rank(
+        rank=config.rank, world_size=config.world_size, why="a LocalHub assigns none"
+    )
+    meeting = Meeting(rank=rank, addresses=("this process",) * world_size)
+    return _open(config, hub, meeting, loop=hub.loop, stack=contextlib.ExitStack())
+
+
+def _open(
+    config: GroupConfig,
+    opener: GroupOpener,
+    meeting: Meeting,
+    *,
+    loop: CommLoop,
+    stack: contextlib.ExitStack,
+) -> ProcessGroup:
+    members = _members(meeting.addresses)
+    group = loop.run(
+        opener.open_group(
+            group_id=config.group_id,
+            rank=meeting.rank,
+            members=members,
+            incarnation=meeting.incarnation,
+            timeout_seconds=config.timeout_seconds,
+        ),
+        timeout=config.timeout_seconds + _CLOSE_SECONDS,
+    )
+    on_close = stack.pop_all().close
+    return ProcessGroup(group, loop=loop, opener=opener, members=members, on_close=on_close)
+
+
+def _meet_grpc(
+    config: GroupConfig,
+    rendezvous: Rendezvous,
+    *,
+    loop: CommLoop,
+    stack: contextlib.ExitStack,
+) -> tuple[CommEndpoint, Meeting]:
+    async def listen() -> CommEndpoint:
+        endpoint = CommEndpoint(
+            _bind(config, rendezvous),
+            advertise=config.advertise,
+            token=config.token,
+            insecure=config.insecure,
+            max_tensor_bytes=config.max_tensor_bytes,
+        )
+        await endpoint.start()
+        return endpoint
+
+    endpoint = loop.run(listen(), timeout=_CLOSE_SECONDS)
+    stack.callback(lambda: loop.run(endpoint.close(), timeout=_CLOSE_SECONDS))
+    return endpoint, rendezvous.meet(_arrival(config, endpoint.address), loop=loop)
+
+
+def _arrival(config: GroupConfig, address: str) -> Arrival:
+    return Arrival(
+        group_id=config.group_id,
+        address=address,
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout_seconds=config.timeout_seconds,
+    )
+
+
+def _bind(config: GroupConfig, rendezvous: Rendezvous) -> str:
+    if config.bind is not None:
+        return config.bind
+    if isinstance(rendezvous, AddressList) and config.rank is not None:
+        return rendezvous.address_of(config.rank)
+    return _ANY_PORT
+
+
+def _members(addresses: Sequence[str]) -> list[PeerAddress]:
+    return [
+        PeerAddress(rank=rank, node_id=f"rank-{rank}", address=address)
+        for rank, address in enumerate(addresses)
+    ]
