@@ -30,20 +30,26 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def finish(*launches: subprocess.Popen[str], seconds: float) -> list[str]:
+    """What each printed; fails when one failed or is late, and leaves no process."""
+    try:
+        outputs = [launch.communicate(timeout=seconds)[0] for launch in launches]
+    finally:
+        for launch in launches:
+            # On SIGTERM torchrun ends its ranks too.
+            launch.terminate()
+            launch.wait(timeout=30)
+    for launch, output in zip(launches, outputs, strict=True):
+        assert launch.returncode == 0, output[-4000:]
+    return outputs
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
     """What each case left, by backend and rank."""
     folder = tmp_path_factory.mktemp("found")
-    launches = [
-        torchrun("-m", "tests.torch_backend.worker", name, str(folder)) for name in BACKENDS
-    ]
-    try:
-        for launch in launches:
-            output, _ = launch.communicate(timeout=200)
-            assert launch.returncode == 0, output[-4000:]
-    finally:
-        for launch in launches:
-            launch.kill()
+    worker = "tests.torch_backend.worker"
+    finish(*(torchrun("-m", worker, name, str(folder)) for name in BACKENDS), seconds=200)
     return {
         (backend, rank): torch.load(folder / f"{backend}-{rank}.pt", weights_only=True)
         for backend in BACKENDS
@@ -81,12 +87,7 @@ def test_a_loaded_checkpoint_is_the_saved_model(found):
 
 
 def test_the_example_trains():
-    launch = torchrun("examples/ddp_over_mesh.py")
-    try:
-        output, _ = launch.communicate(timeout=100)
-    finally:
-        launch.kill()
-    assert launch.returncode == 0, output[-4000:]
+    (output,) = finish(torchrun("examples/ddp_over_mesh.py"), seconds=100)
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert len(losses) > 2
     assert losses[-1] < losses[0]
