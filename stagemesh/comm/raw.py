@@ -55,6 +55,9 @@ def shaped(
     whole = chunks[0] if len(chunks) == 1 else _join(chunks, dtype)
     # A bool of another byte than 0 and 1 would be neither true nor false.
     whole = whole if dtype != torch.bool else whole.to(torch.bool)
+    if whole.storage_offset() % dtype.itemsize:
+        # Cut out of a larger message, at a place where no such element may begin.
+        whole = whole.clone()
     return whole.view(dtype).reshape(shape)
 
 
