@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from stagemesh.comm.peer_link import PeerAddress
 
 _TIMEOUT_SECONDS = 60.0
 _WARM_UP = 3
+_NOWHERE = "127.0.0.1:1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Rank:
         self._groups: dict[tuple[str, int], AsyncGroup] = {}
 
     async def join(
-        self, members: list[dict[str, str]], *, endpoint: CommEndpoint, store_path: str
+        self, members: list[PeerAddress], *, endpoint: CommEndpoint, store_path: str
     ) -> None:
         """Make the groups of 2 and of all ranks, over each backend."""
         for size in sorted({2, len(members)}):
@@ -66,10 +67,7 @@ class Rank:
                 self._groups[backend, size] = await endpoint.open_group(
                     group_id=f"{backend}-{size}",
                     rank=self._rank,
-                    members=[
-                        PeerAddress(rank=i, node_id=f"n{i}", address=each[backend])
-                        for i, each in enumerate(members[:size])
-                    ],
+                    members=[_over(backend, member) for member in members[:size]],
                     incarnation=1,
                     timeout_seconds=_TIMEOUT_SECONDS,
                 )
@@ -140,6 +138,13 @@ class Rank:
         return all_reduce if request.operation == "all_reduce" else there_and_back
 
 
+def _over(backend: str, member: PeerAddress) -> PeerAddress:
+    """A member that can only be reached by one kind of socket."""
+    if backend == "tcp":
+        return replace(member, unix_path="")
+    return replace(member, address=_NOWHERE)
+
+
 def _say(answer: Any) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
@@ -154,11 +159,12 @@ async def run(rank: int) -> None:
     """Serve until standard input ends."""
     torch.set_num_threads(1)
     async with CommEndpoint("127.0.0.1:0", node_id=f"n{rank}") as endpoint:
-        _say({"tcp": endpoint.address, "unix": endpoint.address})
+        _say(asdict(endpoint.member(rank)))
         hello = await _listen()
         here = Rank(rank)
-        await here.join(hello["members"], endpoint=endpoint, store_path=hello["store"])
-        for size in sorted({2, len(hello["members"])}):
+        members = [PeerAddress(**member) for member in hello["members"]]
+        await here.join(members, endpoint=endpoint, store_path=hello["store"])
+        for size in sorted({2, len(members)}):
             if rank < size:
                 await here.check(size)
         _say("ready")

@@ -19,6 +19,7 @@ from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
 from stagemesh.rpc.server import RpcServer, Service, split_address
+from stagemesh.rpc.unix_socket import host_id
 
 _STOP_GRACE_SECONDS = 0.5
 _ALL_INTERFACES = frozenset({"", "0.0.0.0", "[::]"})
@@ -59,8 +60,9 @@ class CommEndpoint:
                 "set advertise to the host name or address that they reach this machine by"
             )
         self._advertise = advertise
+        self.node_id = node_id or f"process-{secrets.token_hex(4)}"
         self._servicer = CommServicer(
-            node_id=node_id or f"process-{secrets.token_hex(4)}",
+            node_id=self.node_id,
             token=token,
             max_tensor_bytes=max_tensor_bytes,
         )
@@ -70,7 +72,12 @@ class CommEndpoint:
             add=add_comm_service,
         )
         self._server = RpcServer(
-            bind, services=[service], token=token, insecure=insecure, node_id=node_id
+            bind,
+            services=[service],
+            token=token,
+            insecure=insecure,
+            node_id=node_id,
+            unix_socket=True,
         )
 
     @property
@@ -80,6 +87,16 @@ class CommEndpoint:
             return self._server.address
         return (
             self._advertise if ":" in self._advertise else f"{self._advertise}:{self._server.port}"
+        )
+
+    def member(self, rank: int) -> PeerAddress:
+        """This process as a rank of a group, its unix socket included; once started."""
+        return PeerAddress(
+            rank=rank,
+            node_id=self.node_id,
+            address=self.address,
+            unix_path=self._server.unix_path,
+            host_id=host_id(),
         )
 
     async def open_group(

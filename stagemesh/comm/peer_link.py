@@ -30,6 +30,7 @@ from stagemesh.rpc.channels import open_channel, wait_ready
 from stagemesh.rpc.codec import whole_chunk
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.status import from_rpc_error
+from stagemesh.rpc.unix_socket import is_reachable, target_of
 from stagemesh.rpc.v1 import comm_pb2
 
 _CLOSE_SECONDS = 1.0
@@ -42,6 +43,16 @@ class PeerAddress:
     rank: int
     node_id: str
     address: str
+    unix_path: str = ""
+    """A unix socket of the rank, when it has one."""
+    host_id: str = ""
+    """Where the socket is (see stagemesh.rpc.unix_socket)."""
+
+    def target(self) -> str:
+        """What to connect to from this process: the unix socket if it is here, else the address."""
+        if is_reachable(self.unix_path, host=self.host_id):
+            return target_of(self.unix_path)
+        return self.address
 
     def __str__(self) -> str:
         return f"rank {self.rank} (node {self.node_id} at {self.address})"
@@ -180,7 +191,7 @@ async def open_link(
         PeerLost: the peer cannot be reached.
         StagemeshError: the peer refuses; the class is the peer's (VersionMismatch, ...).
     """
-    channel = open_channel(peer.address, token=config.token, kind="data")
+    channel = open_channel(peer.target(), token=config.token, kind="data")
     try:
         await _wait_connected(channel, peer, config)
         # No timeout: the stream lives as long as the group.

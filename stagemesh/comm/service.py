@@ -169,7 +169,13 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             group_id=request.group_id,
             rank=request.rank,
             members=[
-                PeerAddress(rank=rank, node_id=member.node_id, address=member.address)
+                PeerAddress(
+                    rank=rank,
+                    node_id=member.node_id,
+                    address=member.address,
+                    unix_path=member.unix_path,
+                    host_id=member.host_id,
+                )
                 for rank, member in enumerate(request.members)
             ],
             incarnation=request.incarnation,

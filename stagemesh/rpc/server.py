@@ -27,6 +27,7 @@ from stagemesh.rpc.channels import MESSAGE_OPTIONS, Options
 from stagemesh.rpc.fork_guard import PROCESS_GUARD
 from stagemesh.rpc.security import TokenInterceptor, check_bind
 from stagemesh.rpc.status import ErrorStatusInterceptor
+from stagemesh.rpc.unix_socket import SocketFolder, target_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class RpcServer:
         token: str | None = None,
         insecure: bool = False,
         node_id: str = "",
+        unix_socket: bool = False,
     ) -> None:
         """Check the settings; nothing listens yet.
 
@@ -97,6 +99,8 @@ class RpcServer:
             token: when set, each call but health must show it.
             insecure: allow a public bind without token.
             node_id: named in the errors that go out.
+            unix_socket: listen on a unix socket too, for processes of this user on this host; the
+                token is asked for there as well.
 
         Raises:
             ConfigError: the address is malformed, or public without a token.
@@ -109,6 +113,8 @@ class RpcServer:
         self._node_id = node_id
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._has_unix_socket = unix_socket
+        self._socket_folder: SocketFolder | None = None
 
     @property
     def address(self) -> str:
@@ -119,6 +125,11 @@ class RpcServer:
     def port(self) -> int:
         """The real port, once started."""
         return self._port
+
+    @property
+    def unix_path(self) -> str:
+        """Path of the unix socket, once started; empty without one."""
+        return "" if self._socket_folder is None else self._socket_folder.path
 
     async def start(self) -> None:
         """Listen and serve.
@@ -147,9 +158,26 @@ class RpcServer:
                 f"cannot listen on {self._bind}: the port is in use or the address is not one of "
                 "this machine. Choose another port (0 takes a free one) or end what uses it"
             ) from error
+        if self._has_unix_socket:
+            self._listen_unix(server)
         await server.start()
         self._server = server
         logger.info("rpc server listens", extra={"address": self.address})
+
+    def _listen_unix(self, server: grpc.aio.Server) -> None:
+        folder = SocketFolder.make()
+        if folder is None:
+            logger.warning("no unix socket: the path of temporary files is too long for one")
+            return
+        try:
+            server.add_insecure_port(target_of(folder.path))
+        except RuntimeError as error:
+            folder.remove()
+            raise ConfigError(
+                f"cannot listen on the unix socket {folder.path}: {error}; "
+                "let TMPDIR name a folder on a file system that allows sockets"
+            ) from error
+        self._socket_folder = folder
 
     async def _register(self, server: grpc.aio.Server) -> None:
         for service in self._services:
@@ -178,6 +206,10 @@ class RpcServer:
                 await server.stop(grace_seconds)
         except TimeoutError:
             logger.warning("rpc server did not stop in time", extra={"address": self.address})
+        finally:
+            folder, self._socket_folder = self._socket_folder, None
+            if folder is not None:
+                folder.remove()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -54,17 +54,26 @@ class GroupMember(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    UNIX_PATH_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
+    unix_path: _builtins.str
+    """A unix socket of the member and the host on which it is, when it has one: a member with the
+    same host id that finds the socket connects through it instead of `address`.
+    """
+    host_id: _builtins.str
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         address: _builtins.str = ...,
+        unix_path: _builtins.str = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host_id", b"host_id", "node_id", b"node_id", "unix_path", b"unix_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,160 @@
+"""Ranks of one host over unix sockets."""
+
+import asyncio
+import contextlib
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+import torch
+
+from stagemesh.comm.endpoint import CommEndpoint
+from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost, Unauthenticated
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.server import RpcServer
+from stagemesh.rpc.unix_socket import SocketFolder, host_id, is_reachable, target_of
+from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+
+NOWHERE = "127.0.0.1:1"
+
+pytestmark = pytest.mark.skipif(not host_id(), reason="this system tells no boot id")
+
+
+@contextlib.asynccontextmanager
+async def _groups(change: Callable[[PeerAddress], PeerAddress], **settings: str):
+    async with contextlib.AsyncExitStack() as stack:
+        endpoints = [
+            await stack.enter_async_context(CommEndpoint(node_id=f"n{rank}", **settings))
+            for rank in range(2)
+        ]
+        members = [change(endpoint.member(rank)) for rank, endpoint in enumerate(endpoints)]
+        yield [
+            await endpoint.open_group(
+                group_id="g", rank=rank, members=members, incarnation=1, timeout_seconds=3.0
+            )
+            for rank, endpoint in enumerate(endpoints)
+        ]
+
+
+async def _sums(groups, num_elements: int = 3) -> list[list[float]]:
+    tensors = [torch.full((num_elements,), float(rank + 1)) for rank in range(2)]
+    await asyncio.gather(
+        *(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True))
+    )
+    return [tensor.unique().tolist() for tensor in tensors]
+
+
+def _connections_to(port: int) -> int:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return sum(1 for each in connections if each.raddr and each.raddr.port == port)
+
+
+@pytest.mark.parametrize("num_elements", [3, 400_000], ids=["one hop", "chunked"])
+async def test_ranks_of_one_host_need_no_address(num_elements):
+    async with _groups(lambda member: replace(member, address=NOWHERE)) as groups:
+        assert await _sums(groups, num_elements) == [[3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        {"host_id": "another host"},
+        {"host_id": ""},
+        {"unix_path": ""},
+        {"unix_path": "/nowhere/rpc.sock"},
+        {"unix_path": __file__},
+    ],
+    ids=str,
+)
+async def test_without_a_socket_of_this_host_tcp_is_used(lost):
+    async with _groups(lambda member: replace(member, **lost)) as groups:
+        assert await _sums(groups) == [[3.0]] * 2
+    # Control: it was the address that worked.
+    async with _groups(lambda member: replace(member, address=NOWHERE, **lost)) as groups:
+        with pytest.raises(CollectiveTimeout, match="rank 1"):
+            await groups[0].send(torch.ones(1), peer=1, timeout=0.3)
+
+
+async def test_the_socket_carries_the_tensors_and_no_connection_goes_to_the_port():
+    for use_socket in (True, False):
+        ports = []
+
+        def change(member: PeerAddress, *, ports=ports, use_socket=use_socket) -> PeerAddress:
+            ports.append(int(member.address.rpartition(":")[2]))
+            return member if use_socket else replace(member, unix_path="")
+
+        async with _groups(change) as groups:
+            await _sums(groups)
+            assert sum(map(_connections_to, ports)) == (0 if use_socket else 2)
+
+
+async def test_the_folder_is_private_and_goes_with_the_server():
+    async with RpcServer("127.0.0.1:0", services=[], unix_socket=True) as server:
+        path = Path(server.unix_path)
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert is_reachable(server.unix_path, host=host_id())
+    assert not path.parent.exists()
+    assert server.unix_path == ""
+    # Control: none is made unless it is asked for.
+    async with RpcServer("127.0.0.1:0", services=[]) as server:
+        assert server.unix_path == ""
+
+
+async def test_a_server_that_cannot_listen_leaves_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    async with RpcServer("127.0.0.1:0", services=[]) as first:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await RpcServer(first.address, services=[], unix_socket=True).start()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_where_paths_are_too_long_the_server_goes_without(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    assert SocketFolder.make() is None
+    async with RpcServer("127.0.0.1:0", services=[], unix_socket=True) as server:
+        assert server.unix_path == ""
+    assert list(deep.iterdir()) == []
+
+
+async def test_the_token_is_asked_for_on_the_socket_too():
+    async with _groups(lambda m: replace(m, address=NOWHERE), token="secret") as groups:
+        assert await _sums(groups) == [[3.0]] * 2
+    async with CommEndpoint(token="secret") as endpoint:
+        target = target_of(endpoint.member(0).unix_path)
+        channel = open_channel(target, token="guess", kind="control")
+        stub = comm_pb2_grpc.CommServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.LeaveGroup(comm_pb2.LeaveGroupRequest(group_id="g"), timeout=5)
+        await channel.close()
+    assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_rank_with_another_token_is_refused_over_the_socket():
+    async with CommEndpoint(token="a") as first, CommEndpoint(token="b") as second:
+        members = [replace(e.member(r), address=NOWHERE) for r, e in enumerate((first, second))]
+        groups = [
+            await endpoint.open_group(
+                group_id="g", rank=rank, members=members, incarnation=1, timeout_seconds=3.0
+            )
+            for rank, endpoint in enumerate((first, second))
+        ]
+        with pytest.raises(Unauthenticated):
+            await groups[0].send(torch.ones(1), peer=1)
+
+
+async def test_a_peer_that_stops_is_found_lost_over_the_socket():
+    async with _groups(lambda member: replace(member, address=NOWHERE)) as groups:
+        assert await _sums(groups) == [[3.0]] * 2
+        waiting = asyncio.ensure_future(groups[0].all_reduce(torch.ones(2)))
+        await asyncio.sleep(0.05)
+        await groups[1].close()
+        with pytest.raises(PeerLost, match="rank 1"):
+            await waiting
