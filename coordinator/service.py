@@ -1,5 +1,6 @@
 """CoordinatorService: what nodes and `coordinator status` call."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -9,12 +10,15 @@ import grpc.aio
 
 from coordinator.cluster import Cluster
 from coordinator.deployment import Deployment
+from coordinator.group_rendezvous import GroupRendezvous
 from coordinator.membership import Member, NodeInfo
-from stagemesh.errors import NotReady, ProtocolError
+from stagemesh.errors import CollectiveTimeout, ConfigError, NotReady, ProtocolError
 from stagemesh.rpc.convert import check_version, our_version
 from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, node_pb2
 
 logger = logging.getLogger(__name__)
+
+MAX_RENDEZVOUS_SECONDS = 24 * 3600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,6 +35,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._started = time.monotonic()
         # The last status that each node sent, by node id; kept for nodes that are gone too.
         self.statuses: dict[str, node_pb2.NodeStatus] = {}
+        self._rendezvous = GroupRendezvous()
+        self._arrived = asyncio.Condition()
 
     async def Heartbeat(  # noqa: N802
         self, request_iterator: AsyncIterator[coordinator_pb2.Beat], context: Context
@@ -77,6 +83,42 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         """Everything `coordinator status` shows."""
         check_version(request.version, peer="the caller")
         return self.cluster_status()
+
+    async def Rendezvous(  # noqa: N802
+        self, request: coordinator_pb2.RendezvousRequest, context: Context
+    ) -> coordinator_pb2.RendezvousReply:
+        """Let a process wait until its group is complete."""
+        check_version(request.version, peer=f"a rank of group {request.group_id!r}")
+        if not 0 < request.timeout_seconds <= MAX_RENDEZVOUS_SECONDS:
+            raise ConfigError(
+                f"timeout_seconds must be in (0, {MAX_RENDEZVOUS_SECONDS:g}], "
+                f"got {request.timeout_seconds}"
+            )
+        arrival = self._rendezvous.arrive(
+            request.group_id,
+            world_size=request.world_size,
+            rank=request.rank if request.HasField("rank") else None,
+            address=request.address,
+        )
+        try:
+            async with asyncio.timeout(request.timeout_seconds), self._arrived:
+                self._arrived.notify_all()
+                await self._arrived.wait_for(lambda: arrival.meeting is not None)
+        except TimeoutError:
+            raise CollectiveTimeout(
+                f"group {request.group_id} is not complete after {request.timeout_seconds:g} s: "
+                f"{self._rendezvous.describe_missing(arrival)}"
+            ) from None
+        finally:
+            # Also when the caller hangs up, which cancels us.
+            self._rendezvous.withdraw(arrival)
+        assert arrival.meeting is not None
+        assert arrival.rank is not None
+        return coordinator_pb2.RendezvousReply(
+            rank=arrival.rank,
+            addresses=arrival.meeting.addresses,
+            incarnation=arrival.meeting.incarnation,
+        )
 
     def cluster_status(self) -> coordinator_pb2.ClusterStatus:
         """Nodes and deployments, now."""

@@ -1,5 +1,6 @@
 """How ranks meet: by list, folder, store and coordinator; and what each says when it fails."""
 
+import asyncio
 import json
 import os
 import socket
@@ -9,19 +10,30 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from coordinator.config import CoordinatorConfig, DeploymentConfig
+from coordinator.server import Coordinator
 from stagemesh.comm.backends import GroupConfig, init_process_group
 from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.coordinator_meeting import CoordinatorMeeting
 from stagemesh.comm.local_hub import LocalHub
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.rendezvous import AddressList, Arrival, Meeting, Rendezvous, SharedFolder
 from stagemesh.comm.tcp_store import TcpStoreMeeting, torchrun_meeting
-from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost, ProtocolError
+from stagemesh.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    PeerLost,
+    ProtocolError,
+    Unauthenticated,
+)
+from tests.support.checkpoints import write_byte_tokenizer, write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -288,6 +300,114 @@ def test_under_torchrun(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [(tmp_path / f"out{rank}").read_text() for rank in (0, 1)] == ["3.0 2"] * 2
+
+
+# --- a coordinator
+
+
+@pytest.fixture
+def coordinator(loop: CommLoop, tmp_path: Path):
+    """A running one, on the loop of the groups."""
+    model = write_tiny_checkpoint(tmp_path / "model", vocab_size=260, num_layers=1)
+    write_byte_tokenizer(model)
+    config = CoordinatorConfig(
+        deployments=(DeploymentConfig(model=str(model)),), http_port=None, token="t"
+    )
+
+    async def start() -> Coordinator:
+        return await Coordinator(replace(config, rpc_bind="127.0.0.1:0")).__aenter__()
+
+    server = loop.run(start(), timeout=20)
+    yield CoordinatorMeeting(address=server.rpc_address, token="t")
+    loop.run(server.__aexit__(None, None, None), timeout=20)
+
+
+def test_a_coordinator_assigns_ranks_and_a_group_works(coordinator, loop: CommLoop):
+    def run(rank: int | None) -> tuple[int, int, float]:
+        config = GroupConfig(
+            rendezvous=coordinator, rank=rank, world_size=3, group_id="t", timeout_seconds=10
+        )
+        group = init_process_group(config, loop=loop)
+        return group.rank, group.incarnation, sum_of_ranks(group)
+
+    for incarnation in (1, 2):
+        results = together([lambda: run(1), lambda: run(None), lambda: run(None)])
+        assert results[0] == (1, incarnation, 6.0)
+        assert {result[0] for result in results} == {0, 1, 2}
+        assert {result[1:] for result in results} == {(incarnation, 6.0)}
+
+
+def test_a_coordinator_names_the_ranks_that_did_not_come(coordinator, loop: CommLoop):
+    with pytest.raises(CollectiveTimeout, match="1 of 3 are there; rank 0, 2 did not come"):
+        coordinator.meet(arrival(1, 3, timeout_seconds=0.3), loop=loop)
+    # Who has given up is not counted later.
+    met = meet_all(lambda _: coordinator, 2, loop)
+    assert [meeting.addresses for meeting in met] == [("127.0.0.1:1000", "127.0.0.1:1001")] * 2
+
+
+def test_who_hangs_up_is_not_counted(coordinator, loop: CommLoop):
+    async def hang_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await coordinator._ask(arrival(0, 2, address="gone:1"))
+
+    loop.run(hang_up(), timeout=5)
+    time.sleep(0.2)
+    met = meet_all(lambda _: coordinator, 2, loop)
+    assert {meeting.addresses for meeting in met} == {("127.0.0.1:1000", "127.0.0.1:1001")}
+
+
+def test_a_coordinator_names_a_world_size_that_differs(coordinator, loop: CommLoop):
+    results = together(
+        [
+            lambda: coordinator.meet(arrival(0, 2, timeout_seconds=1), loop=loop),
+            lambda: coordinator.meet(arrival(1, 3, timeout_seconds=1), loop=loop),
+        ]
+    )
+    assert any(isinstance(r, ConfigError) and "all ranks must say" in str(r) for r in results)
+
+
+def test_a_coordinator_bounds_the_wait(coordinator, loop: CommLoop):
+    with pytest.raises(ConfigError, match="timeout_seconds must be in"):
+        loop.run(coordinator._ask(arrival(0, 2, timeout_seconds=1e9)), timeout=5)
+
+
+def test_a_coordinator_wants_its_token(coordinator, loop: CommLoop):
+    stranger = CoordinatorMeeting(address=coordinator.address, token="other")
+    with pytest.raises(Unauthenticated):
+        stranger.meet(arrival(0, 1), loop=loop)
+    assert "other" not in repr(stranger)
+
+
+def test_a_coordinator_that_is_not_there(loop: CommLoop):
+    nobody = CoordinatorMeeting(address=f"127.0.0.1:{free_port()}")
+    with pytest.raises(PeerLost, match="could not be reached"):
+        nobody.meet(arrival(0, 1, timeout_seconds=0.3), loop=loop)
+    with pytest.raises(ConfigError, match="world_size must be set"):
+        nobody.meet(arrival(0, None), loop=loop)
+
+
+@pytest.mark.slow
+def test_the_example_runs_with_two_addresses():
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    script = Path(__file__).parents[2] / "examples" / "all_reduce.py"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *addresses],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = [process.communicate(timeout=50) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [out for out, _ in ended] == [
+        f"rank {rank} of 2: [3.0, 3.0, 3.0, 3.0]\n" for rank in range(2)
+    ], ended
 
 
 # --- the configuration

@@ -302,3 +302,71 @@ class ClusterStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class RendezvousRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    world_size: _builtins.int
+    rank: _builtins.int
+    """Without one the coordinator assigns a free one, in the order of arrival."""
+    address: _builtins.str
+    """host:port where the other ranks reach this one."""
+    timeout_seconds: _builtins.float
+    @_builtins.property
+    def version(self) -> _common_pb2.ProtocolVersion: ...
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.ProtocolVersion | None = ...,
+        group_id: _builtins.str = ...,
+        world_size: _builtins.int = ...,
+        rank: _builtins.int | None = ...,
+        address: _builtins.str = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "group_id", b"group_id", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___RendezvousRequest: _TypeAlias = RendezvousRequest  # noqa: Y015
+
+@_typing.final
+class RendezvousReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    incarnation: _builtins.int
+    """Higher than that of any group that met here before."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In rank order."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "incarnation", b"incarnation", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RendezvousReply: _TypeAlias = RendezvousReply  # noqa: Y015

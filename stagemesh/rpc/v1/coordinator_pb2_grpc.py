@@ -49,6 +49,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.GetClusterStatusRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.FromString,
                 _registered_method=True)
+        self.Rendezvous = channel.unary_unary(
+                '/stagemesh.rpc.v1.CoordinatorService/Rendezvous',
+                request_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -75,6 +80,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rendezvous(self, request, context):
+        """Processes that want to be a group meet here. Answered when all are there; ends with
+        DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +105,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetClusterStatus,
                     request_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.GetClusterStatusRequest.FromString,
                     response_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.SerializeToString,
+            ),
+            'Rendezvous': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rendezvous,
+                    request_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousRequest.FromString,
+                    response_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +193,33 @@ class CoordinatorService(object):
             '/stagemesh.rpc.v1.CoordinatorService/GetClusterStatus',
             stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.GetClusterStatusRequest.SerializeToString,
             stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rendezvous(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.rpc.v1.CoordinatorService/Rendezvous',
+            stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousRequest.SerializeToString,
+            stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousReply.FromString,
             options,
             channel_credentials,
             insecure,

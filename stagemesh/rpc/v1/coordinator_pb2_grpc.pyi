@@ -38,6 +38,10 @@ class CoordinatorServiceStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveReply]
     """A node that stops cleanly says so first."""
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetClusterStatusRequest, _coordinator_pb2.ClusterStatus]
+    Rendezvous: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousReply]
+    """Processes that want to be a group meet here. Answered when all are there; ends with
+    DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -49,6 +53,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveReply]  # type: ignore[assignment]
     """A node that stops cleanly says so first."""
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetClusterStatusRequest, _coordinator_pb2.ClusterStatus]  # type: ignore[assignment]
+    Rendezvous: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousReply]  # type: ignore[assignment]
+    """Processes that want to be a group meet here. Answered when all are there; ends with
+    DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
+    """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -75,5 +83,15 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetClusterStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ClusterStatus, _abc.Awaitable[_coordinator_pb2.ClusterStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def Rendezvous(
+        self,
+        request: _coordinator_pb2.RendezvousRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RendezvousReply, _abc.Awaitable[_coordinator_pb2.RendezvousReply]]:
+        """Processes that want to be a group meet here. Answered when all are there; ends with
+        DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
+        """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
