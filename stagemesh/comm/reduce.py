@@ -2,6 +2,7 @@
 
 Each rank reduces the same parts in rank order, so all ranks get the same bits. Types of 16 bits or
 fewer accumulate in float32 (complex32 in complex64) and are rounded once, at the end.
+Each element depends on its parts only, not on its place: chunks of any size give the same bits.
 
     dtype       sum, product     avg          min, max
     float*      yes              yes          yes, NaN wins
@@ -19,6 +20,7 @@ from types import MappingProxyType
 
 import torch
 
+from stagemesh.comm.raw import own_copy
 from stagemesh.errors import ConfigError
 
 
@@ -61,7 +63,6 @@ _ACCUMULATE_IN: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
         torch.float8_e4m3fnuz: torch.float32,
         torch.float8_e5m2: torch.float32,
         torch.float8_e5m2fnuz: torch.float32,
-        torch.complex32: torch.complex64,
     }
 )
 
@@ -102,19 +103,41 @@ def reduce_in_order(parts: Sequence[torch.Tensor], *, op: ReduceOp) -> torch.Ten
     dtype = parts[0].dtype
     check_reducible(dtype, op)
     if len(parts) == 1:
-        return parts[0].clone()
+        return own_copy(parts[0])
     if dtype == torch.bool:
         return reduce(_COMBINE_BOOL[op], parts)
     if dtype in _SIGNED:
         return _reduce_unsigned(parts, op)
+    if dtype.is_complex:
+        return _reduce_complex(parts, op)
     wide = _ACCUMULATE_IN.get(dtype, dtype)
     total = reduce(_COMBINE[op], [part.to(wide) for part in parts])
     if op is ReduceOp.AVG:
         total = total / len(parts)
-    if dtype == torch.complex32:
-        # Not total.to(): torch warns whenever it allocates complex32.
-        return torch.view_as_complex(torch.view_as_real(total).to(torch.float16))
     return total.to(dtype)
+
+
+def _reduce_complex(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """As operations on real numbers, whose bits do not depend on an element's place.
+
+    torch's own complex product rounds otherwise at the end of a tensor than in its middle.
+    """
+    dtype = parts[0].dtype
+    # Not part.to(): torch warns whenever it allocates complex32.
+    pairs = [torch.view_as_real(part) for part in parts]
+    wide = torch.float32 if dtype == torch.complex32 else pairs[0].dtype
+    combine = _multiply_pairs if op is ReduceOp.PRODUCT else torch.add
+    total = reduce(combine, [pair.to(wide) for pair in pairs])
+    if op is ReduceOp.AVG:
+        total = total / len(parts)
+    return torch.view_as_complex(total.to(pairs[0].dtype))
+
+
+def _multiply_pairs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The complex product. Shapes: [..., 2] with real and imaginary parts."""
+    a, b = left.unbind(-1)
+    c, d = right.unbind(-1)
+    return torch.stack([a * c - b * d, a * d + b * c], dim=-1)
 
 
 def _reduce_unsigned(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:

@@ -245,6 +245,23 @@ def _bits(tensor):
     )
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, torch.complex128])
+async def test_the_bits_do_not_depend_on_the_chunks(dtype, op):
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(101, dtype=dtype, generator=generator) for _ in range(3)]
+    seen = set()
+    for chunk_bytes in (16, 80, 2**20):
+        async with groups("local", 3, direct_bytes=0, chunk_bytes=chunk_bytes) as ranks:
+            run = [tensor.clone() for tensor in inputs]
+            results = await on_ranks(ranks, lambda g, run=run: g.all_reduce(run[g.rank], op=op))
+            seen |= {_bits(result) for result in results}
+    async with groups("local", 3) as ranks:
+        results = await on_ranks(ranks, lambda g: g.all_reduce(inputs[g.rank], op=op))
+        seen |= {_bits(result) for result in results}
+    assert len(seen) == 1
+
+
 async def test_bytes_that_pass_255_wrap():
     async with groups("local", 2) as ranks:
         results = await on_ranks(
