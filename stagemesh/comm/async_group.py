@@ -37,10 +37,13 @@ from stagemesh.comm.runner import OperationRunner
 from stagemesh.comm.tasks import WaitingRanks
 from stagemesh.comm.transport import MAX_USER_TAG, Envelope, TensorSpec, Transport
 from stagemesh.errors import CollectiveMismatch, ConfigError
-from stagemesh.rpc.codec import DEFAULT_CHUNK_BYTES, header_of
+from stagemesh.rpc.codec import header_of
 
 DEFAULT_DIRECT_BYTES = 256 * 1024
 """Up to this size what a rank has for another travels in the agreement: one hop."""
+
+DEFAULT_MESSAGE_BYTES = 2 * 2**20
+"""Size of the messages of what is larger: each costs about as much as copying half a megabyte."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -70,7 +73,7 @@ class AsyncGroup:
         group_id: str,
         timeout_seconds: float,
         direct_bytes: int = DEFAULT_DIRECT_BYTES,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
     ) -> None:
         """Make the group of a transport; nothing is sent yet.
 

@@ -68,7 +68,7 @@ class CollectiveCall:
 
     async def send(self, peer: int, *, phase: int, tensor: torch.Tensor) -> None:
         """Send to a peer."""
-        envelope = replace(self.envelope, tag=self.tag(phase))
+        envelope = self.envelope.with_tag(self.tag(phase))
         with self.waiting.on(peer):
             await self.transport.send(peer, envelope=envelope, tensor=tensor)
 
@@ -163,7 +163,8 @@ def _essence(envelope: Envelope, has_free_dim: bool) -> Envelope:
     spec = envelope.called_with
     if has_free_dim and spec is not None:
         spec = replace(spec, shape=(-1, *spec.shape[1:]))
-    return replace(envelope, tag=0, called_with=spec)
+        envelope = replace(envelope, called_with=spec)
+    return envelope.with_tag(0)
 
 
 async def exchange(

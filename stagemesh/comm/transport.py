@@ -48,6 +48,16 @@ class Envelope:
     called_with: TensorSpec | None = None
     """Collectives: the whole tensor, of which the message may carry a chunk."""
 
+    def with_tag(self, tag: int) -> "Envelope":
+        """The same with another tag. (Not dataclasses.replace, which takes three times as long.)"""
+        return Envelope(
+            tag=tag,
+            operation=self.operation,
+            sequence=self.sequence,
+            reduce_op=self.reduce_op,
+            called_with=self.called_with,
+        )
+
     def describe(self) -> str:
         """The call as words: "all_reduce(sum) on float32[8]"."""
         reduce_op = f"({self.reduce_op.value})" if self.reduce_op else ""

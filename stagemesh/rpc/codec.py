@@ -161,7 +161,9 @@ def check_header(
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The C-contiguous bytes of a tensor; a view of its memory where that is possible."""
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+    dense = tensor.detach()
+    if not dense.is_cpu or dense.is_complex() or dense.is_neg():
+        dense = dense.resolve_conj().resolve_neg().cpu()
     if dense.element_size() == 1:
         # Raw before the copy to contiguous: not each 1-byte dtype has all kernels.
         dense = dense.view(torch.uint8)
