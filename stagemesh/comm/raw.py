@@ -71,10 +71,7 @@ def write(target: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
             flat[start : start + chunk.numel()].copy_(chunk)
             start += chunk.numel()
         return
-    source = shaped(chunks, dtype=target.dtype, shape=tuple(target.shape))
-    if target.element_size() == 1:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
-    target.copy_(source)
+    target.copy_(shaped(chunks, dtype=target.dtype, shape=tuple(target.shape)))
 
 
 def check_writable(tensor: torch.Tensor, *, name: str) -> None:
