@@ -12,14 +12,18 @@ from typing import Literal, get_args
 from stagemesh.comm.blocking import GroupOpener
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.endpoint import CommEndpoint
+from stagemesh.comm.gloo_opener import GlooOpener, connect_store, serve_store
 from stagemesh.comm.local_hub import LocalHub
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.rendezvous import AddressList, Arrival, Meeting, Rendezvous, check_rank
+from stagemesh.comm.tcp_store import TcpStoreMeeting
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
+from stagemesh.rpc.security import is_loopback
+from stagemesh.rpc.server import split_address
 
-Backend = Literal["local", "grpc"]
+Backend = Literal["local", "grpc", "gloo"]
 
 _ANY_PORT = "127.0.0.1:0"
 _CLOSE_SECONDS = 15.0
@@ -88,7 +92,11 @@ def init_process_group(config: GroupConfig, *, loop: CommLoop | None = None) -> 
         if loop is None:
             loop = CommLoop()
             stack.callback(loop.close)
-        opener, meeting = _meet_grpc(config, config.rendezvous, loop=loop, stack=stack)
+        opener: GroupOpener
+        if config.backend == "gloo":
+            opener, meeting = _meet_gloo(config, config.rendezvous, loop=loop)
+        else:
+            opener, meeting = _meet_grpc(config, config.rendezvous, loop=loop, stack=stack)
         return _open(config, opener, meeting, loop=loop, stack=stack)
 
 
@@ -144,6 +152,29 @@ def _meet_grpc(
     endpoint = loop.run(listen(), timeout=_CLOSE_SECONDS)
     stack.callback(lambda: loop.run(endpoint.close(), timeout=_CLOSE_SECONDS))
     return endpoint, rendezvous.meet(_arrival(config, endpoint.address), loop=loop)
+
+
+def _meet_gloo(
+    config: GroupConfig, rendezvous: Rendezvous, *, loop: CommLoop
+) -> tuple[GlooOpener, Meeting]:
+    """Gloo's ranks meet at a store: that of the rendezvous, or one that rank 0 serves."""
+    if isinstance(rendezvous, TcpStoreMeeting):
+        meeting = rendezvous.meet(_arrival(config, "at the store"), loop=loop)
+        is_one_host = is_loopback(rendezvous.host)
+        return GlooOpener(meeting.keep, host="127.0.0.1" if is_one_host else None), meeting
+    bind = _bind(config, rendezvous)
+    seconds = config.timeout_seconds
+    served = None
+    if config.rank == 0 or not isinstance(rendezvous, AddressList):
+        # Nobody need know yet who is rank 0.
+        served = serve_store(bind, advertise=config.advertise, timeout_seconds=seconds)
+    address = bind if served is None else served.address
+    meeting = rendezvous.meet(_arrival(config, address), loop=loop)
+    if meeting.rank == 0 and served is not None:
+        store = served.store
+    else:
+        store = connect_store(meeting.addresses[0], timeout_seconds=seconds)
+    return GlooOpener(store, host=split_address(address)[0]), meeting
 
 
 def _arrival(config: GroupConfig, address: str) -> Arrival:

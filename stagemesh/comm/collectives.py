@@ -125,9 +125,7 @@ async def agree(
     envelopes = {rank: message.envelope for rank, message in messages.items()}
     envelopes[call.rank] = call.envelope
     in_order = [envelopes[rank] for rank in range(call.size)]
-    if len({_essence(envelope, call.has_free_dim) for envelope in in_order}) > 1:
-        text = ", ".join(f"rank {r} called {told.describe()}" for r, told in enumerate(in_order))
-        raise mismatch(call, text)
+    compare(call, in_order)
     tensors = {rank: message.tensor for rank, message in messages.items()}
     tensors[call.rank] = payloads.get(call.rank, empty)
     return [
@@ -149,6 +147,17 @@ async def _swap(call: CollectiveCall, outgoing: Mapping[int, torch.Tensor]) -> d
     receives = [call.receive(peer, phase=_AGREE) for peer in outgoing]
     results = (await run_together([*sends, *receives]))[len(sends) :]
     return {message.source_rank: message for message in results if message is not None}
+
+
+def compare(call: CollectiveCall, in_order: Sequence[Envelope]) -> None:
+    """Check that all ranks called the same.
+
+    Raises:
+        CollectiveMismatch: they did not; with each rank's call.
+    """
+    if len({_essence(envelope, call.has_free_dim) for envelope in in_order}) > 1:
+        text = ", ".join(f"rank {r} called {told.describe()}" for r, told in enumerate(in_order))
+        raise mismatch(call, text)
 
 
 def mismatch(call: CollectiveCall, text: str) -> CollectiveMismatch:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 import torch
+from google.protobuf.message import DecodeError
 
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.transport import Envelope, TensorSpec
@@ -96,6 +97,23 @@ def envelope_from_proto(message: comm_pb2.Envelope) -> Envelope:
         reduce_op=reduce_op_from_proto(message.reduce_op) if has_op else None,
         called_with=spec_from_header(message.called_with) if has_spec else None,
     )
+
+
+def envelope_to_bytes(envelope: Envelope) -> bytes:
+    """An envelope for a carrier that knows no messages of ours."""
+    return envelope_to_proto(envelope).SerializeToString()
+
+
+def envelope_from_bytes(data: bytes) -> Envelope:
+    """An envelope out of bytes, checked.
+
+    Raises:
+        ProtocolError: they are none, or a field is out of range.
+    """
+    try:
+        return envelope_from_proto(comm_pb2.Envelope.FromString(data))
+    except DecodeError as error:
+        raise ProtocolError(f"{len(data)} bytes are no envelope: {error}") from error
 
 
 def abort_frame(cause: str) -> bytes:

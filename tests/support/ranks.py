@@ -17,7 +17,7 @@ from stagemesh.comm.local_hub import LocalHub
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.rendezvous import SharedFolder
 
-BACKENDS = ("local", "grpc")
+BACKENDS = ("local", "grpc", "gloo")
 
 JOIN_SECONDS = 40.0
 

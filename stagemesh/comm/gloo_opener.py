@@ -1,0 +1,161 @@
+"""Opens groups over Gloo: the store where their ranks exchange addresses, and the connecting.
+
+Gloo has no token: who reaches the store or the ranks' ports can join. Use it inside one host or one
+trusted network.
+"""
+
+import asyncio
+import datetime
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
+
+from stagemesh.comm.async_group import AsyncGroup
+from stagemesh.comm.gloo_group import GlooGroup
+from stagemesh.comm.gloo_transport import GlooTransport
+from stagemesh.comm.gloo_wire import GlooWire, translated
+from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.tcp_store import first_line
+from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost
+from stagemesh.rpc.server import split_address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedStore:
+    """A store that this process serves."""
+
+    store: TCPStore
+    address: str
+    """host:port for the other ranks."""
+
+
+def serve_store(bind: str, *, advertise: str | None, timeout_seconds: float) -> ServedStore:
+    """Serve a store on `bind`, and nowhere else.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    host, port = split_address(bind)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host.strip("[]"), port))
+        listener.listen(socket.SOMAXCONN)
+        real_port = listener.getsockname()[1]
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {bind}: {error.strerror}; choose another port (0 takes a free one)"
+        ) from error
+    reach = advertise if advertise is not None else host
+    store = TCPStore(
+        reach.rpartition(":")[0] if ":" in reach else reach,
+        real_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        # The store closes it.
+        master_listen_fd=listener.detach(),
+    )
+    return ServedStore(store=store, address=reach if ":" in reach else f"{reach}:{real_port}")
+
+
+def connect_store(address: str, *, timeout_seconds: float) -> TCPStore:
+    """The store that rank 0 serves.
+
+    Raises:
+        PeerLost: it cannot be reached.
+    """
+    host, port = split_address(address)
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+        )
+    except dist.DistError as error:
+        raise PeerLost(
+            f"the store of rank 0 at {address} could not be reached in {timeout_seconds:g} s: "
+            f"{first_line(error)}",
+            rank=0,
+        ) from error
+
+
+class GlooOpener:
+    """Opens the Gloo groups of a process."""
+
+    def __init__(self, store: Store, *, host: str | None) -> None:
+        """Use a store.
+
+        Args:
+            store: connected, the same for all ranks.
+            host: own name or address on the network that Gloo is to use; None for that of the
+                machine's name.
+        """
+        self._store = store
+        self._host = host
+
+    async def open_group(
+        self,
+        *,
+        group_id: str,
+        rank: int,
+        members: Sequence[PeerAddress],
+        incarnation: int,
+        timeout_seconds: float,
+    ) -> AsyncGroup:
+        """Connect to all ranks of a group, once they are all here.
+
+        Raises:
+            CollectiveTimeout: ranks do not come; names them.
+            PeerLost: connecting fails.
+        """
+        store = PrefixStore(f"stagemesh-gloo/{group_id}/{incarnation}", self._store)
+        wire = await asyncio.to_thread(
+            self._connect, store, rank=rank, size=len(members), timeout_seconds=timeout_seconds
+        )
+        return GlooGroup(
+            wire,
+            transport=GlooTransport(wire, store=store, incarnation=incarnation),
+            group_id=group_id,
+            timeout_seconds=timeout_seconds,
+        )
+
+    async def leave_group(self, group: AsyncGroup) -> None:
+        """Leave a group. May be called again."""
+        await group.close()
+
+    def _connect(self, store: Store, *, rank: int, size: int, timeout_seconds: float) -> GlooWire:
+        limit = datetime.timedelta(seconds=timeout_seconds)
+        keys = [f"here/{other}" for other in range(size)]
+        try:
+            store.set(keys[rank], "1")
+            store.wait(keys, limit)
+        except dist.DistStoreError:
+            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            raise CollectiveTimeout(
+                f"rank {', '.join(missing)} of {size} did not come to the Gloo group in "
+                f"{timeout_seconds:g} s"
+            ) from None
+        except dist.DistNetworkError as error:
+            raise PeerLost(f"the store of the group is gone: {first_line(error)}") from error
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = limit
+        device = (
+            ProcessGroupGloo.create_default_device()
+            if self._host is None
+            else ProcessGroupGloo.create_device(hostname=self._host)
+        )
+        options._devices = [device]
+        with translated("connecting"):
+            return GlooWire(ProcessGroupGloo(store, rank, size, options))

@@ -1,0 +1,80 @@
+"""What a Gloo group needs of a transport: abort and incarnation. Tensors go by Gloo itself."""
+
+import asyncio
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from stagemesh.comm.gloo_wire import GlooWire
+from stagemesh.comm.mailbox import Mailbox
+from stagemesh.comm.transport import Envelope, Message
+from stagemesh.errors import CommError
+
+_ABORT_KEY = "aborted"
+_LOOK_SECONDS = 1.5
+
+
+class GlooTransport:
+    """One rank's end. No message comes into its mailbox; an abort does."""
+
+    def __init__(self, wire: GlooWire, *, store: Store, incarnation: int) -> None:
+        """Wrap a connected wire; `store` is the group's own part of the store."""
+        self._wire = wire
+        self._store = store
+        self._mailbox: Mailbox[Message] = Mailbox(incarnation=incarnation)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._wire.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._wire.size
+
+    @property
+    def mailbox(self) -> Mailbox[Message]:
+        """Never filled; aborted with the group."""
+        return self._mailbox
+
+    def can_send_now(self, peer_rank: int, *, num_bytes: int) -> bool:
+        """Never: nothing is sent here."""
+        return False
+
+    async def send(self, peer_rank: int, *, envelope: Envelope, tensor: torch.Tensor) -> None:
+        """Not to be called: the group has other means."""
+        raise CommError("a Gloo group does not send by its transport")
+
+    async def notify_abort(self, cause: str) -> None:
+        """Leave the cause where the others look for it, and cut the connections."""
+        await asyncio.to_thread(self._notify, cause)
+
+    async def find_abort(self) -> None:
+        """Abort this rank's end too, if another rank has aborted the group."""
+        if self._mailbox.aborted.is_set():
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                cause = await asyncio.to_thread(self._look)
+                if cause:
+                    self._mailbox.abort(cause)
+
+    async def close(self) -> None:
+        """Leave: the others find this rank gone."""
+        self._mailbox.abort(f"rank {self.rank} has left the group")
+        await asyncio.to_thread(self._wire.abort)
+
+    def _notify(self, cause: str) -> None:
+        # Without the store the others hear no cause, but still lose this rank.
+        with contextlib.suppress(dist.DistError):
+            self._store.set(_ABORT_KEY, f"rank {self.rank} aborted the group: {cause}")
+        self._wire.abort()
+
+    def _look(self) -> str:
+        with contextlib.suppress(dist.DistError):
+            if self._store.check([_ABORT_KEY]):
+                return self._store.get(_ABORT_KEY).decode(errors="replace")
+        return ""
