@@ -8,30 +8,8 @@ import torch
 
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.errors import CollectiveMismatch, ConfigError
-from stagemesh.rpc.codec import DTYPES
-from tests.comm.groups import TRANSPORTS, groups, on_ranks
-
-COMMON_DTYPES = [
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-]
-SIZES = {
-    "direct": {"direct_bytes": 2**30, "chunk_bytes": 8},
-    "chunked": {"direct_bytes": 0, "chunk_bytes": 8},
-}
-each_algorithm = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
-
-
-def _lists(tensors):
-    return [tensor.tolist() for tensor in tensors]
+from tests.comm.groups import groups, on_ranks
+from tests.comm.tables import each_algorithm, each_transport, lists
 
 
 def _columns():
@@ -73,7 +51,7 @@ async def test_a_list_of_strided_views_is_scattered(transport, sizes):
             ranks,
             lambda g: g.scatter(torch.zeros(3), src=0, inputs=None if g.rank else inputs),
         )
-    assert _lists(results) == [[0.0, 2.0, 4.0]] * 2
+    assert lists(results) == [[0.0, 2.0, 4.0]] * 2
 
 
 @each_algorithm
@@ -121,7 +99,7 @@ async def test_every_operation_writes_into_strided_outputs(sizes):
 
         results = await on_ranks(ranks, run)
     for rank, outs in enumerate(results):
-        values = {name: _lists(tensors) for name, tensors in outs.items()}
+        values = {name: lists(tensors) for name, tensors in outs.items()}
         assert values["gathered"] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
         assert values["joined"] == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]]
         assert values["reduced"] == values["reduced_from"] == [[3.0 + 3 * rank] * 2]
@@ -133,168 +111,6 @@ async def test_every_operation_writes_into_strided_outputs(sizes):
         for tensor in chain(*outs.values()):
             neighbour = tensor.as_strided(tensor.shape, (2,), 1)
             assert neighbour.eq(-1).all()
-
-
-@each_algorithm
-async def test_bool_stays_bool(sizes):
-    first, second = torch.tensor([True, False, True]), torch.tensor([True, False, False])
-    async with groups("local", 2, **sizes) as ranks:
-
-        async def run(group):
-            mine = (first, second)[group.rank]
-            outputs = [torch.zeros(3, dtype=torch.bool) for _ in range(2)]
-            return [
-                await group.broadcast(mine.clone(), src=0),
-                *await group.all_gather(outputs, mine),
-                *[
-                    await group.all_reduce(mine.clone(), op=op)
-                    for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN)
-                ],
-            ]
-
-        results = await on_ranks(ranks, run)
-    one, two = first.tolist(), second.tolist()
-    for result in results:
-        assert _lists(result) == [one, one, two, one, one, two]
-        assert {tensor.dtype for tensor in result} == {torch.bool}
-        assert {byte for t in result for byte in t.view(torch.uint8).tolist()} <= {0, 1}
-
-
-@each_algorithm
-@pytest.mark.parametrize("dtype", COMMON_DTYPES, ids=str)
-async def test_each_dtype_works_in_each_operation(dtype, sizes):
-    async with groups("local", 2, **sizes) as ranks:
-
-        async def run(group):
-            def mine():
-                return torch.tensor([group.rank + 1, 10 * (group.rank + 1)], dtype=dtype)
-
-            outputs = [torch.zeros(2, dtype=dtype) for _ in range(2)]
-            received = torch.zeros(2, dtype=dtype)
-            if group.rank == 0:
-                await group.send(mine(), peer=1)
-            else:
-                await group.recv(received, peer=0)
-            return [
-                received,
-                await group.broadcast(mine(), src=0),
-                *await group.all_gather(outputs, mine()),
-                *[
-                    await group.all_reduce(mine(), op=op)
-                    for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN)
-                ],
-                await group.reduce_scatter(torch.zeros(2, dtype=dtype), [mine(), mine()]),
-            ]
-
-        results = await on_ranks(ranks, run)
-    for rank, result in enumerate(results):
-        assert {tensor.dtype for tensor in result} == {dtype}
-        low, high, total = [1, 10], [2, 20], [3, 30]
-        assert _lists(result) == [
-            low if rank else [0, 0],
-            *(low, low, high),
-            *(total, high, low),
-            total,
-        ]
-
-
-@each_algorithm
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-async def test_each_dtype_of_the_wire_moves_bit_for_bit(dtype, sizes):
-    raw = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % (2 if dtype == torch.bool else 251)
-    async with groups("local", 2, **sizes) as ranks:
-
-        async def run(group):
-            mine = raw.view(dtype)
-            blank = [torch.zeros_like(raw).view(dtype) for _ in range(4)]
-            await group.broadcast(mine if group.rank else blank[0], src=1)
-            await group.all_gather(blank[1:3], mine)
-            strided = torch.zeros_like(raw.repeat(2)).view(dtype).reshape(6, 2)[:, 1]
-            await group.scatter(strided, src=0, inputs=[mine, mine] * (1 - group.rank))
-            await group.all_to_all_single(blank[3], mine)
-            whole = await group.all_gather_variable(mine[: 3 * group.rank])
-            if not group.rank:
-                await group.send(mine[1:], peer=1)
-                received = mine[1:]
-            else:
-                received = await group.recv_tensor(peer=0)
-            return [blank[0], *blank[1:3], strided, *whole, received, blank[3]]
-
-        results = await on_ranks(ranks, run)
-    for rank, result in enumerate(results):
-        assert {tensor.dtype for tensor in result} == {dtype}
-        seen = [_bits(tensor) for tensor in result]
-        expected = bytes(raw.tolist())
-        half = expected[: len(expected) // 2]
-        other = expected[len(expected) // 2 :]
-        assert seen[0] == (expected if not rank else bytes(len(expected)))
-        assert seen[1:4] == [expected] * 3
-        assert seen[4:6] == [b"", half]
-        assert seen[6] == expected[dtype.itemsize :]
-        assert seen[7] == (other if rank else half) * 2
-
-
-def _bits(tensor):
-    # Element by element through a byte view: not each dtype has a copy kernel.
-    size = tensor.element_size()
-    rows = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    start, stride = tensor.storage_offset(), tensor.stride(0) if tensor.dim() else 1
-    return b"".join(
-        bytes(rows[(start + i * stride) * size : (start + i * stride + 1) * size].tolist())
-        for i in range(tensor.numel())
-    )
-
-
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, torch.complex128])
-async def test_the_bits_do_not_depend_on_the_chunks(dtype, op):
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(101, dtype=dtype, generator=generator) for _ in range(3)]
-    seen = set()
-    for chunk_bytes in (16, 80, 2**20):
-        async with groups("local", 3, direct_bytes=0, chunk_bytes=chunk_bytes) as ranks:
-            run = [tensor.clone() for tensor in inputs]
-            results = await on_ranks(ranks, lambda g, run=run: g.all_reduce(run[g.rank], op=op))
-            seen |= {_bits(result) for result in results}
-    async with groups("local", 3) as ranks:
-        results = await on_ranks(ranks, lambda g: g.all_reduce(inputs[g.rank], op=op))
-        seen |= {_bits(result) for result in results}
-    assert len(seen) == 1
-
-
-async def test_bytes_that_pass_255_wrap():
-    async with groups("local", 2) as ranks:
-        results = await on_ranks(
-            ranks, lambda g: g.all_reduce(torch.tensor([(200, 100)[g.rank]], dtype=torch.uint8))
-        )
-    assert [(r.tolist(), r.dtype) for r in results] == [([44], torch.uint8)] * 2
-
-
-@each_algorithm
-@each_transport
-async def test_average_divides_by_the_number_of_ranks(transport, sizes):
-    async with groups(transport, 2, **sizes) as ranks:
-        results = await on_ranks(
-            ranks, lambda g: g.all_reduce(torch.full((5,), 1.0 + 2 * g.rank), op=ReduceOp.AVG)
-        )
-        assert _lists(results) == [[2.0] * 5] * 2
-        pieces = await on_ranks(
-            ranks,
-            lambda g: g.reduce_scatter(
-                torch.zeros(5), [torch.full((5,), 1.0 + 2 * g.rank)] * 2, op=ReduceOp.AVG
-            ),
-        )
-        assert _lists(pieces) == [[2.0] * 5] * 2
-        for run in (
-            lambda g: g.all_reduce(torch.tensor([g.rank]), op=ReduceOp.AVG),
-            lambda g: g.reduce(torch.tensor([g.rank]), dst=1, op=ReduceOp.AVG),
-            lambda g: g.reduce_scatter(torch.tensor([0]), [torch.tensor([1])] * 2, op=ReduceOp.AVG),
-        ):
-            errors = await on_ranks(ranks, run)
-            assert all(isinstance(error, ValueError) for error in errors)
-            assert all("avg of int64" in str(error) for error in errors)
-        # A refusal is no failure: the group goes on.
-        assert _lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[2.0]] * 2
 
 
 @each_algorithm
@@ -329,7 +145,7 @@ async def test_empty_tensors_stay_empty(shape, sizes):
 async def test_variable_gathers_take_any_number_of_rows(transport, sizes):
     async with groups(transport, 3, **sizes) as ranks:
         results = await on_ranks(ranks, lambda g: g.all_gather_variable(torch.arange(g.rank)))
-        assert [_lists(result) for result in results] == [[[], [0], [0, 1]]] * 3
+        assert [lists(result) for result in results] == [[[], [0], [0, 1]]] * 3
         assert all(t.dtype == torch.int64 for result in results for t in result)
         results = await on_ranks(
             ranks, lambda g: g.gather_variable(torch.ones(2 - g.rank, 3), dst=2)
@@ -352,7 +168,7 @@ async def test_what_a_variable_gather_returns_is_not_the_input(sizes):
     for result in results:
         for tensor in result:
             tensor.fill_(7.0)
-    assert _lists(mine) == [[1.0, 1.0]] * 2
+    assert lists(mine) == [[1.0, 1.0]] * 2
 
 
 async def test_rows_on_both_sides_of_the_direct_limit():
@@ -361,7 +177,7 @@ async def test_rows_on_both_sides_of_the_direct_limit():
             ranks, lambda g: g.all_gather_variable(torch.full((20 * g.rank,), float(g.rank)))
         )
     for result in results:
-        assert _lists(result) == [[], [1.0] * 20, [2.0] * 40]
+        assert lists(result) == [[], [1.0] * 20, [2.0] * 40]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +201,7 @@ async def test_a_same_size_gather_refuses_unequal_shapes_on_every_rank(shapes, d
             for rank in range(2):
                 name = str(dtypes[rank]).removeprefix("torch.")
                 assert f"rank {rank} called all_gather on {name}{list(shapes[rank])}" in str(error)
-        assert _lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[2.0]] * 2
+        assert lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[2.0]] * 2
 
 
 async def test_a_variable_gather_compares_all_but_the_rows():
@@ -409,7 +225,7 @@ async def test_reduce_leaves_the_other_ranks_alone(size, sizes):
     async with groups("local", size, **sizes) as ranks:
         results = await on_ranks(ranks, lambda g: g.reduce(torch.ones(2, 2), dst=0))
     assert results[0].tolist() == [[float(size)] * 2] * 2
-    assert _lists(results[1:]) == [[[1.0] * 2] * 2] * (size - 1)
+    assert lists(results[1:]) == [[[1.0] * 2] * 2] * (size - 1)
 
 
 async def test_a_group_of_one_needs_nobody():
@@ -436,7 +252,7 @@ async def test_a_group_of_one_needs_nobody():
         ]
         await group.barrier()
         assert time.monotonic() - start < 0.1 * len(results)
-    assert _lists(results) == [[1.0, 2.0]] * 21
+    assert lists(results) == [[1.0, 2.0]] * 21
 
 
 @each_algorithm
@@ -459,7 +275,7 @@ async def test_a_single_number_is_a_tensor_too(sizes):
 
         results = await on_ranks(ranks, run)
     for rank, result in enumerate(results):
-        assert _lists(result) == [1.0, 2.0, 3.0, [1.0, 2.0, 3.0], 3.0 * rank, 2.0, 6.0]
+        assert lists(result) == [1.0, 2.0, 3.0, [1.0, 2.0, 3.0], 3.0 * rank, 2.0, 6.0]
         assert [t.shape for t in result] == [(), (), (), (3,), (), (), ()]
 
 
@@ -488,24 +304,6 @@ async def test_an_all_to_all_of_other_sizes_for_each_pair(sizes):
         assert listed.tolist() == single.tolist() == expected
 
 
-@each_algorithm
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-async def test_wide_elements_behind_the_layout_of_an_all_to_all(size, sizes):
-    """The shapes take a number of bytes that need not be a multiple of an element's."""
-    async with groups("local", size, **sizes) as ranks:
-
-        async def run(group):
-            inputs = [
-                torch.full((2,), complex(group.rank, r)).to(torch.complex128) for r in range(size)
-            ]
-            outputs = [torch.zeros(4, dtype=torch.complex128)[::2] for _ in range(size)]
-            return await group.all_to_all(outputs, inputs)
-
-        results = await on_ranks(ranks, run)
-    for rank, result in enumerate(results):
-        assert _lists(result) == [[complex(source, rank)] * 2 for source in range(size)]
-
-
 async def test_an_all_to_all_whose_sides_differ_is_an_error_on_every_rank():
     async with groups("local", 3) as ranks:
 
@@ -522,7 +320,7 @@ async def test_an_all_to_all_whose_sides_differ_is_an_error_on_every_rank():
         assert all(text in str(error) for error in errors)
         assert len({str(error) for error in errors}) == 1
         await on_ranks(ranks, lambda g: g.barrier())
-        assert _lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[3.0]] * 3
+        assert lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[3.0]] * 3
 
 
 @each_algorithm
@@ -542,7 +340,7 @@ async def test_an_input_may_be_a_part_of_the_output(sizes):
         results = await on_ranks(ranks, run)
     for rank, result in enumerate(results):
         gathered = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
-        assert _lists(result) == [gathered, gathered, [rank, 10.0 + rank, 20.0 + rank]]
+        assert lists(result) == [gathered, gathered, [rank, 10.0 + rank, 20.0 + rank]]
 
 
 async def test_stacked_and_joined_layouts_of_a_whole_tensor():
@@ -595,7 +393,7 @@ async def test_a_wrong_argument_is_named_and_counts_as_no_call(run, text):
         with pytest.raises(ConfigError, match=text):
             await run(ranks[0])
         # Rank 1 has called nothing, and both are in step.
-        assert _lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[2.0]] * 2
+        assert lists(await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(1)))) == [[2.0]] * 2
 
 
 async def test_an_expanded_tensor_may_be_sent():
@@ -608,19 +406,4 @@ async def test_an_expanded_tensor_may_be_sent():
 
         results = await on_ranks(ranks, run)
     assert results[0] is None
-    assert _lists(results[1]) == [[1.0] * 4] * 2
-
-
-async def test_conjugate_and_negative_views_keep_their_values():
-    value = torch.tensor([1 + 2j, 3 - 4j])
-    async with groups("local", 2) as ranks:
-
-        async def run(group):
-            seen = torch.zeros(2, dtype=torch.complex64)
-            await group.broadcast(value.conj() if group.rank == 0 else seen, src=0)
-            under = torch.zeros(2, dtype=torch.complex64)
-            await group.broadcast(value if group.rank == 0 else under.conj(), src=0)
-            return seen, under
-
-        _, (seen, under) = await on_ranks(ranks, run)
-    assert seen.tolist() == under.tolist() == value.conj().tolist()
+    assert lists(results[1]) == [[1.0] * 4] * 2
