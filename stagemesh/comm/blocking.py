@@ -1,5 +1,6 @@
 """The life of a blocking group: its loop, its sub-groups, its end. Operations: process_group."""
 
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -8,7 +9,7 @@ from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.work import Work
-from stagemesh.errors import ConfigError
+from stagemesh.errors import ConfigError, NotReady
 
 # Beside the deadline that each operation keeps by itself; only a loop that hangs needs it.
 _LOOP_MARGIN_SECONDS = 10.0
@@ -143,11 +144,13 @@ class BlockingGroup:
         if self._is_closed:
             return
         self._is_closed = True
-        try:
-            self._loop.run(self._opener.leave_group(self._group), timeout=_END_SECONDS)
-        finally:
-            if self._on_close is not None:
-                self._on_close()
+        # A loop that was closed before has ended all that lived on it.
+        with contextlib.suppress(NotReady):
+            try:
+                self._loop.run(self._opener.leave_group(self._group), timeout=_END_SECONDS)
+            finally:
+                if self._on_close is not None:
+                    self._on_close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,15 +3,20 @@
 import asyncio
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from stagemesh.comm.backends import GroupConfig, init_process_group
 from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.local_hub import LocalHub
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.errors import (
@@ -422,6 +427,49 @@ def test_on_the_loops_own_thread_a_blocking_call_raises_at_once() -> None:
         assert group.all_reduce(torch.ones(1)).item() == 2.0
 
     run_ranks(2, run)
+
+
+def test_a_group_whose_loop_is_closed_can_still_be_closed() -> None:
+    hub = LocalHub()
+    group = init_process_group(GroupConfig(backend="local", rendezvous=hub, rank=0, world_size=1))
+    hub.close()
+    with pytest.raises(NotReady):
+        group.barrier()
+    group.close()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["ends", "Ctrl-C"])
+def test_a_script_that_closes_nothing_ends(is_interrupted: bool, tmp_path: Path) -> None:
+    script = f"""
+import torch
+from pathlib import Path
+from stagemesh.comm.backends import GroupConfig, init_process_group
+from stagemesh.comm.rendezvous import AddressList
+
+meeting = AddressList(addresses=["127.0.0.1:0", "127.0.0.1:1"])
+group = init_process_group(GroupConfig(rendezvous=meeting, rank=0, timeout_seconds=60))
+print("ready", flush=True)
+if {is_interrupted}:
+    group.all_reduce(torch.ones(1))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        if is_interrupted:
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    if is_interrupted:
+        assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    else:
+        assert (process.returncode, errors) == (0, "")
 
 
 def test_the_harness_raises_the_first_failure_with_all_tracebacks() -> None:
