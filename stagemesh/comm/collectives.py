@@ -167,13 +167,12 @@ def mismatch(call: CollectiveCall, text: str) -> CollectiveMismatch:
     )
 
 
-def _essence(envelope: Envelope, has_free_dim: bool) -> Envelope:
-    """What must be equal on all ranks."""
+def _essence(envelope: Envelope, has_free_dim: bool) -> tuple[object, ...]:
+    """What must be equal on all ranks: all but the tag."""
     spec = envelope.called_with
     if has_free_dim and spec is not None:
         spec = replace(spec, shape=(-1, *spec.shape[1:]))
-        envelope = replace(envelope, called_with=spec)
-    return envelope.with_tag(0)
+    return (envelope.operation, envelope.sequence, envelope.reduce_op, spec)
 
 
 async def exchange(

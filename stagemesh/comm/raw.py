@@ -22,7 +22,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
         tensor: any.
         result: [bytes], on the CPU, of `raw_dtype`.
     """
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+    dense = tensor.detach()
+    if not dense.is_cpu or dense.is_complex() or dense.is_neg():
+        dense = dense.resolve_conj().resolve_neg().cpu()
     raw = raw_dtype(tensor.dtype)
     if dense.element_size() == 1:
         dense = dense.view(raw)

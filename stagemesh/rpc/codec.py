@@ -347,7 +347,8 @@ class TensorAssembler:
         self._received = end
         if end < raw.numel():
             return None
-        tensor = raw.view(self._dtype).reshape(self._shape)
+        flat = raw if self._dtype == torch.uint8 else raw.view(self._dtype)
+        tensor = flat if len(self._shape) == 1 else flat.reshape(self._shape)
         self._reset()
         return tensor
 
