@@ -247,8 +247,8 @@ class StageEngine:
             arguments["inputs_embeds"] = activation.to(self.device)[None]
         if not self.stage.is_last:
             hidden = self.stage.model.base_model(**arguments).last_hidden_state
-            # The copy off an accelerator waits for its kernels: here, on the compute thread, and not
-            # where the event loop would pack the activation for the wire.
+            # The copy off an accelerator waits for its kernels: here, on the compute thread, and
+            # not where the event loop packs the activation for the wire.
             return StageOutput(activation=hidden[0].cpu())
         return StageOutput(tokens=self._tokens(step, arguments))
 
