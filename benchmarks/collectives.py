@@ -35,6 +35,7 @@ SMALL_TIME_FLOOR = 0.8
 LARGE_BANDWIDTH_FLOOR = 0.3
 
 _ANSWER_SECONDS = 120.0
+_END_SECONDS = 10.0
 
 
 class RankProcess:
@@ -80,9 +81,19 @@ async def ranks(count: int) -> AsyncGenerator[list[RankProcess], None]:
             yield running
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Let a rank end with its input, so that it removes its socket."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_SECONDS):
             await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def measure(running: Sequence[RankProcess], request: Request) -> float:
