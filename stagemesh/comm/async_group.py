@@ -43,7 +43,7 @@ DEFAULT_DIRECT_BYTES = 256 * 1024
 """Up to this size what a rank has for another travels in the agreement: one hop."""
 
 DEFAULT_MESSAGE_BYTES = 2 * 2**20
-"""Size of the messages of what is larger: each costs about as much as copying half a megabyte."""
+"""Size of the messages of what is larger; at 1 MiB an all-reduce of 64 MB took more CPU time."""
 
 _ResultT = TypeVar("_ResultT")
 

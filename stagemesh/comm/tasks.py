@@ -56,7 +56,7 @@ class WaitingRanks:
 
 
 class _Mark:
-    """A block that waits for a rank. A class, as a generator would take three times as long."""
+    """A block that waits for a rank. A class, as a generator takes over twice as long."""
 
     __slots__ = ("_counts", "_rank")
 

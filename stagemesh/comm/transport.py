@@ -49,7 +49,7 @@ class Envelope:
     """Collectives: the whole tensor, of which the message may carry a chunk."""
 
     def with_tag(self, tag: int) -> "Envelope":
-        """The same with another tag. (Not dataclasses.replace, which takes three times as long.)"""
+        """The same with another tag. (dataclasses.replace takes 1.6 times as long.)"""
         return Envelope(
             tag=tag,
             operation=self.operation,
