@@ -228,11 +228,15 @@ def test_a_rank_that_does_not_come_ends_the_call_at_its_deadline(backend: str) -
 
 @on_each_backend
 def test_abort_wakes_all_ranks_with_its_cause(backend: str) -> None:
-    def run(group: ProcessGroup) -> Any:
+    def work(group: ProcessGroup) -> None:
+        # Rank 2 may be through the barrier, and abort, while another rank is still in it.
         group.barrier()
         if group.rank == 2:
             group.abort("the weights are gone")
-        return error_of(lambda: group.all_reduce(torch.ones(2)))
+        group.all_reduce(torch.ones(2))
+
+    def run(group: ProcessGroup) -> Any:
+        return error_of(lambda: work(group))
 
     start = time.monotonic()
     results = run_ranks(SIZE, run, backend=backend)
@@ -245,13 +249,16 @@ def test_abort_wakes_all_ranks_with_its_cause(backend: str) -> None:
 @on_each_backend
 def test_a_rank_that_leaves_is_lost_to_the_others(backend: str) -> None:
     def run(group: ProcessGroup) -> Any:
-        group.barrier()
         if group.rank == 1:
+            group.barrier()
             group.close()
             group.close()
             return error_of(lambda: group.barrier())
         start = time.monotonic()
-        error = error_of(lambda: group.all_reduce(torch.ones(2), timeout=8.0))
+        # The other may have left while this rank is still in the barrier.
+        error = error_of(lambda: group.barrier()) or error_of(
+            lambda: group.all_reduce(torch.ones(2), timeout=8.0)
+        )
         assert time.monotonic() - start < 5
         return error
 
