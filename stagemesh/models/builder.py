@@ -153,7 +153,7 @@ def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
             f"{spec.name} ({config.model_type}): bidirectional attention is not supported"
         )
     config._attn_implementation = attention
-    # The eager expert loop is exact for any number of rows; no family gets another by default.
+    # The stage's own cache holds keys and values; transformers' would hold them once more.
     config.use_cache = False
     return config
 
