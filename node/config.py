@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from stagemesh.errors import ConfigError
+from stagemesh.rpc.address import split_address
 from stagemesh.telemetry.config import parse_mqtt_url
 from stagemesh.telemetry.topics import Topics
 
@@ -56,10 +57,14 @@ class NodeConfig:
             raise ConfigError(f"metrics_seconds must be positive, got {self.metrics_seconds}")
         for name in ("bind", "advertise", "coordinator"):
             value = getattr(self, name)
-            if value is not None and not _is_address(value):
-                raise ConfigError(f"{name} must be HOST:PORT, got {value!r}")
+            if value is not None:
+                _check_address(name, value)
 
 
-def _is_address(value: str) -> bool:
-    host, _, port = value.rpartition(":")
-    return bool(host) and port.isdigit() and int(port) < 65536
+def _check_address(name: str, value: str) -> None:
+    try:
+        host, _ = split_address(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if not host:
+        raise ConfigError(f"{name}: address {value!r} has no host")

@@ -19,9 +19,9 @@ from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.rendezvous import AddressList, Arrival, Meeting, Rendezvous, check_rank
 from stagemesh.comm.tcp_store import TcpStoreMeeting
 from stagemesh.errors import ConfigError
+from stagemesh.rpc.address import split_address
 from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
 from stagemesh.rpc.security import is_loopback
-from stagemesh.rpc.server import split_address
 
 Backend = Literal["local", "grpc", "gloo"]
 

@@ -17,8 +17,9 @@ from stagemesh.comm.frames import add_comm_service
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.errors import ConfigError
+from stagemesh.rpc.address import split_address
 from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
-from stagemesh.rpc.server import RpcServer, Service, split_address
+from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.unix_socket import host_id
 
 _STOP_GRACE_SECONDS = 0.5

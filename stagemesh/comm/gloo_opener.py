@@ -25,7 +25,7 @@ from stagemesh.comm.gloo_wire import GlooWire, translated
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.tcp_store import first_line
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost
-from stagemesh.rpc.server import split_address
+from stagemesh.rpc.address import split_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

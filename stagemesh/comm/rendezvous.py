@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.errors import CollectiveTimeout, ConfigError, ProtocolError
-from stagemesh.rpc.server import split_address
+from stagemesh.rpc.address import split_address
 
 _POLL_SECONDS = 0.02
 _MAX_FILE_BYTES = 4096

@@ -23,6 +23,7 @@ from grpc_health.v1 import (  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from stagemesh.errors import ConfigError
+from stagemesh.rpc.address import split_address
 from stagemesh.rpc.channels import MESSAGE_OPTIONS, Options
 from stagemesh.rpc.fork_guard import PROCESS_GUARD
 from stagemesh.rpc.security import TokenInterceptor, check_bind
@@ -60,22 +61,6 @@ class Service:
     """The object with its methods."""
     add: Callable[[Any, grpc.aio.Server], None]
     """The generated `add_..._to_server`."""
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port"; IPv6 hosts stand in brackets.
-
-    Raises:
-        ConfigError: it has another form.
-    """
-    host, colon, port = address.rpartition(":")
-    is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
-    if not colon or not port.isdecimal() or int(port) > 65535 or is_bare_ipv6:
-        raise ConfigError(
-            f"address {address!r} must be host:port with a port of 0 to 65535 "
-            "(an IPv6 host in brackets)"
-        )
-    return host, int(port)
 
 
 class RpcServer:

@@ -25,8 +25,8 @@ from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.endpoint import CommEndpoint
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.errors import CollectiveTimeout, ConfigError
+from stagemesh.rpc.address import split_address
 from stagemesh.rpc.security import is_loopback
-from stagemesh.rpc.server import split_address
 from stagemesh.torch_backend.group import MeshProcessGroup
 
 BACKEND_NAME = "stagemesh"

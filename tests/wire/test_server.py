@@ -14,9 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from stagemesh.errors import ConfigError, PeerLost
+from stagemesh.rpc.address import split_address
 from stagemesh.rpc.channels import open_channel, wait_ready
 from stagemesh.rpc.security import check_bind, is_loopback
-from stagemesh.rpc.server import RpcServer, split_address
+from stagemesh.rpc.server import RpcServer
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
 from tests.comm.daemons import daemons, join
 
