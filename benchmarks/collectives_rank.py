@@ -158,7 +158,7 @@ async def _listen() -> Any:
 async def run(rank: int) -> None:
     """Serve until standard input ends."""
     torch.set_num_threads(1)
-    async with CommEndpoint("127.0.0.1:0", node_id=f"n{rank}") as endpoint:
+    async with CommEndpoint("127.0.0.1:0", node_id=f"n{rank}", unix_socket=True) as endpoint:
         _say(asdict(endpoint.member(rank)))
         hello = await _listen()
         here = Rank(rank)

@@ -15,11 +15,25 @@ MAX_ADDRESS_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process is; only the address need be there."""
+
+    address: str
+    """host:port where the others reach it."""
+    node_id: str = ""
+    """Its name in errors."""
+    unix_path: str = ""
+    """A unix socket of it, for those of its host."""
+    host_id: str = ""
+    """Which host that is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
     """A complete group."""
 
-    addresses: tuple[str, ...]
-    """In rank order."""
+    places: tuple[Place, ...]
+    """Of all ranks, in rank order."""
     incarnation: int
     """Higher than that of any earlier meeting."""
 
@@ -30,11 +44,16 @@ class Arrival:
 
     group_id: str
     world_size: int
-    address: str
+    place: Place
     rank: int | None
     """The rank it asks for; its own one once the group is complete."""
     meeting: Meeting | None = None
     """Set when the group is complete."""
+
+    @property
+    def address(self) -> str:
+        """Where the others reach it."""
+        return self.place.address
 
 
 @dataclass(slots=True)
@@ -44,20 +63,21 @@ class GroupRendezvous:
     _waiting: dict[str, list[Arrival]] = field(default_factory=dict)
     _num_completed: int = 0
 
-    def arrive(self, group_id: str, *, world_size: int, rank: int | None, address: str) -> Arrival:
+    def arrive(self, group_id: str, *, world_size: int, rank: int | None, place: Place) -> Arrival:
         """A process comes. When it is the last one, all arrivals of the group get their meeting.
 
         Args:
             group_id: name of the group.
             world_size: how many come.
             rank: which it wants to be; None for any.
-            address: where the others reach it.
+            place: where it is.
 
         Raises:
             ConfigError: a value is wrong, or does not fit what those that wait have said.
             CapacityExceeded: too many groups are being formed.
         """
-        _check(group_id, world_size=world_size, rank=rank, address=address)
+        _check(group_id, world_size=world_size, rank=rank, place=place)
+        address = place.address
         others = self._waiting.get(group_id, [])
         if not others and len(self._waiting) >= MAX_WAITING_GROUPS:
             raise CapacityExceeded(
@@ -74,7 +94,7 @@ class GroupRendezvous:
                     f"group {group_id!r}: {address} wants to be rank {rank}, which "
                     f"{other.address} is"
                 )
-        arrival = Arrival(group_id=group_id, world_size=world_size, rank=rank, address=address)
+        arrival = Arrival(group_id=group_id, world_size=world_size, rank=rank, place=place)
         arrivals = self._waiting.setdefault(group_id, [])
         arrivals.append(arrival)
         if len(arrivals) == world_size:
@@ -108,14 +128,14 @@ class GroupRendezvous:
                 arrival.rank = next(free)
         in_order = sorted(arrivals, key=lambda arrival: arrival.rank or 0)
         meeting = Meeting(
-            addresses=tuple(arrival.address for arrival in in_order),
+            places=tuple(arrival.place for arrival in in_order),
             incarnation=self._num_completed,
         )
         for arrival in arrivals:
             arrival.meeting = meeting
 
 
-def _check(group_id: str, *, world_size: int, rank: int | None, address: str) -> None:
+def _check(group_id: str, *, world_size: int, rank: int | None, place: Place) -> None:
     if not 0 < len(group_id) <= MAX_GROUP_ID_CHARS:
         raise ConfigError(
             f"group_id must have 1 to {MAX_GROUP_ID_CHARS} characters, got {len(group_id)}"
@@ -124,7 +144,9 @@ def _check(group_id: str, *, world_size: int, rank: int | None, address: str) ->
         raise ConfigError(f"world_size must be in [1, {MAX_WORLD_SIZE}], got {world_size}")
     if rank is not None and not 0 <= rank < world_size:
         raise ConfigError(f"rank must be in [0, {world_size}), got {rank}")
-    if not 0 < len(address) <= MAX_ADDRESS_CHARS:
-        raise ConfigError(
-            f"address must have 1 to {MAX_ADDRESS_CHARS} characters, got {len(address)}"
-        )
+    if not place.address:
+        raise ConfigError(f"address must have 1 to {MAX_ADDRESS_CHARS} characters, got 0")
+    for name in ("address", "node_id", "unix_path", "host_id"):
+        length = len(getattr(place, name))
+        if length > MAX_ADDRESS_CHARS:
+            raise ConfigError(f"{name} must have 1 to {MAX_ADDRESS_CHARS} characters, got {length}")

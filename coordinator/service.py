@@ -10,11 +10,11 @@ import grpc.aio
 
 from coordinator.cluster import Cluster
 from coordinator.deployment import Deployment
-from coordinator.group_rendezvous import GroupRendezvous
+from coordinator.group_rendezvous import GroupRendezvous, Place
 from coordinator.membership import Member, NodeInfo
 from stagemesh.errors import CollectiveTimeout, ConfigError, NotReady, ProtocolError
 from stagemesh.rpc.convert import check_version, our_version
-from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, node_pb2
+from stagemesh.rpc.v1 import comm_pb2, coordinator_pb2, coordinator_pb2_grpc, node_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             request.group_id,
             world_size=request.world_size,
             rank=request.rank if request.HasField("rank") else None,
-            address=request.address,
+            place=Place(
+                address=request.member.address,
+                node_id=request.member.node_id,
+                unix_path=request.member.unix_path,
+                host_id=request.member.host_id,
+            ),
         )
         try:
             async with asyncio.timeout(request.timeout_seconds), self._arrived:
@@ -116,7 +121,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         assert arrival.rank is not None
         return coordinator_pb2.RendezvousReply(
             rank=arrival.rank,
-            addresses=arrival.meeting.addresses,
+            members=[
+                comm_pb2.GroupMember(
+                    address=place.address,
+                    node_id=place.node_id,
+                    unix_path=place.unix_path,
+                    host_id=place.host_id,
+                )
+                for place in arrival.meeting.places
+            ],
             incarnation=arrival.meeting.incarnation,
         )
 

@@ -29,6 +29,7 @@ from stagemesh.version import SOFTWARE_VERSION
 @click.option("--threads", "num_threads", type=int, help="CPU threads; all cores by default.")
 @click.option("--memory", "memory_bytes", type=Bytes(), help="Memory to offer, e.g. 8GiB.")
 @click.option("--insecure", is_flag=True, help="Listen publicly without a token.")
+@click.option("--unix-socket", is_flag=True, help="Carry groups of this host over unix sockets.")
 @click.option(
     "--mqtt",
     "mqtt_url",
@@ -57,6 +58,7 @@ def main(
     num_threads: int | None,
     memory_bytes: int | None,
     insecure: bool,
+    unix_socket: bool,
     mqtt_url: str | None,
     cluster: str,
 ) -> None:
@@ -73,6 +75,7 @@ def main(
             memory_bytes=memory_bytes,
             token=read_token(token_file, token),
             insecure=insecure,
+            unix_socket=unix_socket,
             mqtt_url=mqtt_url or None,
             cluster=cluster,
         )

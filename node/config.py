@@ -30,6 +30,8 @@ class NodeConfig:
     """The cluster's secret; required when `bind` is not a loopback address."""
     insecure: bool = False
     """Allow a public bind without a token."""
+    unix_socket: bool = False
+    """Listen on a unix socket too, and carry groups over those of nodes on this host."""
     mqtt_url: str | None = None
     """Broker for presence and telemetry."""
     cluster: str = "default"

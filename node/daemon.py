@@ -55,7 +55,10 @@ class NodeDaemon:
             max_tensor_bytes=config.max_tensor_bytes,
         )
         self.comm = CommServicer(
-            node_id=config.node_id, token=config.token, max_tensor_bytes=config.max_tensor_bytes
+            node_id=config.node_id,
+            token=config.token,
+            max_tensor_bytes=config.max_tensor_bytes,
+            unix_sockets=config.unix_socket,
         )
         self._server = RpcServer(
             config.bind,
@@ -74,6 +77,7 @@ class NodeDaemon:
             token=config.token,
             insecure=config.insecure,
             node_id=config.node_id,
+            unix_socket=config.unix_socket,
         )
         self._registration: Registration | None = None
         self._telemetry: NodeTelemetry | None = None
@@ -91,6 +95,7 @@ class NodeDaemon:
     async def __aenter__(self) -> Self:
         await self._server.start()
         self._reporter.address = self._config.advertise or self._server.address
+        self._reporter.unix_path = self._server.unix_path
         if self._config.coordinator is not None:
             self._registration = Registration(
                 coordinator=self._config.coordinator,

@@ -12,6 +12,7 @@ from node.device import Device, platform_text
 from node.stage_loader import StageRequest
 from node.stage_runner import StageRunner
 from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.unix_socket import host_id
 from stagemesh.rpc.v1 import node_pb2
 
 
@@ -26,6 +27,7 @@ class NodeReporter:
     def __init__(self, config: NodeConfig, device: Device) -> None:
         self.start_id = uuid.uuid4().hex
         self.address = config.advertise or ""
+        self.unix_path = ""
         self._config = config
         self._device = device
         self._process = psutil.Process()
@@ -45,6 +47,8 @@ class NodeReporter:
             hostname=platform.node(),
             platform=platform_text(),
             start_id=self.start_id,
+            unix_path=self.unix_path,
+            host_id=host_id() if self.unix_path else "",
         )
 
     def status(self, stages: list[node_pb2.StageStatus]) -> node_pb2.NodeStatus:

@@ -53,6 +53,7 @@ STUB_USERS = {
     "stagemesh/rpc/convert.py": "steps, results and versions and their messages",
     "stagemesh/comm/frames.py": "frames of the comm service and their messages",
     "stagemesh/comm/grpc_transport.py": "speaks the comm service",
+    "stagemesh/comm/member_record.py": "members of groups as messages",
     "stagemesh/comm/peer_link.py": "client of the comm service",
     "stagemesh/comm/service.py": "serves the comm service",
     "stagemesh/comm/coordinator_meeting.py": "client of the coordinator's service",

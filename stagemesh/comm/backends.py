@@ -5,8 +5,9 @@ grpc    ranks are processes, on any machines       rendezvous: any of stagemesh.
 """
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import socket
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from stagemesh.comm.blocking import GroupOpener
@@ -56,6 +57,10 @@ class GroupConfig:
     """Allow a public `bind` without token."""
     max_tensor_bytes: int = DEFAULT_MAX_TENSOR_BYTES
     """grpc: larger tensors are neither sent nor accepted."""
+    unix_socket: bool = False
+    """grpc: whether ranks of one host that both say so reach each other over unix sockets, which
+    only processes of this user can open. They are no faster than TCP. An AddressList tells only
+    addresses, so its ranks always use those."""
 
     def __post_init__(self) -> None:
         if self.backend not in get_args(Backend):
@@ -104,7 +109,11 @@ def _open_local(config: GroupConfig, hub: LocalHub) -> ProcessGroup:
     rank, world_size = check_rank(
         rank=config.rank, world_size=config.world_size, why="a LocalHub assigns none"
     )
-    meeting = Meeting(rank=rank, addresses=("this process",) * world_size)
+    members = tuple(
+        PeerAddress(rank=other, node_id=f"rank-{other}", address="this process")
+        for other in range(world_size)
+    )
+    meeting = Meeting(rank=rank, members=members)
     return _open(config, hub, meeting, loop=hub.loop, stack=contextlib.ExitStack())
 
 
@@ -116,19 +125,18 @@ def _open(
     loop: CommLoop,
     stack: contextlib.ExitStack,
 ) -> ProcessGroup:
-    members = _members(meeting.addresses)
     group = loop.run(
         opener.open_group(
             group_id=config.group_id,
             rank=meeting.rank,
-            members=members,
+            members=meeting.members,
             incarnation=meeting.incarnation,
             timeout_seconds=config.timeout_seconds,
         ),
         timeout=config.timeout_seconds + _CLOSE_SECONDS,
     )
     on_close = stack.pop_all().close
-    return ProcessGroup(group, loop=loop, opener=opener, members=members, on_close=on_close)
+    return ProcessGroup(group, loop=loop, opener=opener, members=meeting.members, on_close=on_close)
 
 
 def _meet_grpc(
@@ -144,14 +152,20 @@ def _meet_grpc(
             advertise=config.advertise,
             token=config.token,
             insecure=config.insecure,
+            node_id=_process_name(),
             max_tensor_bytes=config.max_tensor_bytes,
+            unix_socket=config.unix_socket,
         )
         await endpoint.start()
         return endpoint
 
     endpoint = loop.run(listen(), timeout=_CLOSE_SECONDS)
     stack.callback(lambda: loop.run(endpoint.close(), timeout=_CLOSE_SECONDS))
-    return endpoint, rendezvous.meet(_arrival(config, endpoint.address), loop=loop)
+    ours = endpoint.member(0)
+    arrival = replace(
+        _arrival(config, ours.address), unix_path=ours.unix_path, host_id=ours.host_id
+    )
+    return endpoint, rendezvous.meet(arrival, loop=loop)
 
 
 def _meet_gloo(
@@ -173,7 +187,7 @@ def _meet_gloo(
     if meeting.rank == 0 and served is not None:
         store = served.store
     else:
-        store = connect_store(meeting.addresses[0], timeout_seconds=seconds)
+        store = connect_store(meeting.members[0].address, timeout_seconds=seconds)
     return GlooOpener(store, host=split_address(address)[0]), meeting
 
 
@@ -181,6 +195,7 @@ def _arrival(config: GroupConfig, address: str) -> Arrival:
     return Arrival(
         group_id=config.group_id,
         address=address,
+        node_id=_process_name(),
         rank=config.rank,
         world_size=config.world_size,
         timeout_seconds=config.timeout_seconds,
@@ -195,8 +210,5 @@ def _bind(config: GroupConfig, rendezvous: Rendezvous) -> str:
     return _ANY_PORT
 
 
-def _members(addresses: Sequence[str]) -> list[PeerAddress]:
-    return [
-        PeerAddress(rank=rank, node_id=f"rank-{rank}", address=address)
-        for rank, address in enumerate(addresses)
-    ]
+def _process_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -116,12 +117,7 @@ class BlockingGroup:
         self._num_subgroups += 1
         if self.rank not in ranks:
             return None
-        members = [
-            PeerAddress(
-                rank=index, node_id=self._members[rank].node_id, address=self._members[rank].address
-            )
-            for index, rank in enumerate(ranks)
-        ]
+        members = [replace(self._members[rank], rank=index) for index, rank in enumerate(ranks)]
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         group = self._loop.run(
             self._opener.open_group(

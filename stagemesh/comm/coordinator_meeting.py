@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.member_record import member_from_proto, member_to_proto
 from stagemesh.comm.rendezvous import Arrival, Meeting
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.channels import open_channel, wait_ready
@@ -40,7 +41,8 @@ class CoordinatorMeeting:
             group_id=arrival.group_id,
             world_size=arrival.world_size,
             rank=arrival.rank,
-            address=arrival.address,
+            # The rank is said above, or not known yet.
+            member=member_to_proto(arrival.member(0)),
             timeout_seconds=arrival.timeout_seconds,
         )
         try:
@@ -54,6 +56,7 @@ class CoordinatorMeeting:
             ) from error
         finally:
             await channel.close()
-        return Meeting(
-            rank=reply.rank, addresses=tuple(reply.addresses), incarnation=reply.incarnation
+        members = tuple(
+            member_from_proto(member, rank=rank) for rank, member in enumerate(reply.members)
         )
+        return Meeting(rank=reply.rank, members=members, incarnation=reply.incarnation)

@@ -38,6 +38,7 @@ class CommEndpoint:
         insecure: bool = False,
         node_id: str = "",
         max_tensor_bytes: int = DEFAULT_MAX_TENSOR_BYTES,
+        unix_socket: bool = False,
     ) -> None:
         """Check the settings; nothing listens yet.
 
@@ -49,6 +50,7 @@ class CommEndpoint:
             insecure: allow a public bind without token.
             node_id: the name of this process in errors.
             max_tensor_bytes: larger tensors are neither sent nor accepted.
+            unix_socket: listen on a unix socket too, and use those of members on this host.
 
         Raises:
             ConfigError: an address is malformed, `bind` is public without a token, or it is all
@@ -66,6 +68,7 @@ class CommEndpoint:
             node_id=self.node_id,
             token=token,
             max_tensor_bytes=max_tensor_bytes,
+            unix_sockets=unix_socket,
         )
         service = Service(
             name=COMM_SERVICE_NAME,
@@ -78,7 +81,7 @@ class CommEndpoint:
             token=token,
             insecure=insecure,
             node_id=node_id,
-            unix_socket=True,
+            unix_socket=unix_socket,
         )
 
     @property
@@ -97,7 +100,7 @@ class CommEndpoint:
             node_id=self.node_id,
             address=self.address,
             unix_path=self._server.unix_path,
-            host_id=host_id(),
+            host_id=host_id() if self._server.unix_path else "",
         )
 
     async def open_group(

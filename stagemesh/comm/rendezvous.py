@@ -1,6 +1,6 @@
-"""How the ranks of a group find each other: from a name, or a place, to everybody's address.
+"""How the ranks of a group find each other: from a name, or a place, to everybody's record.
 
-    AddressList      the addresses are known before
+    AddressList      the addresses are known before; nothing is exchanged, so there is no more
     SharedFolder     a folder that all ranks see
     TcpStoreMeeting  torch's TCPStore, as torchrun sets it up: stagemesh.comm.tcp_store
     CoordinatorMeeting  a running coordinator: stagemesh.comm.coordinator_meeting
@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.member_record import member_from, record_of
+from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.errors import CollectiveTimeout, ConfigError, ProtocolError
 from stagemesh.rpc.address import split_address
 
@@ -34,12 +36,28 @@ class Arrival:
     """Name of the group."""
     address: str
     """host:port where the other ranks reach this one."""
+    node_id: str
+    """Name of this process in errors."""
     rank: int | None
     """Its rank, or None where the rendezvous may choose."""
     world_size: int | None
     """Number of ranks, or None where the rendezvous knows."""
     timeout_seconds: float
     """How long to wait for the others."""
+    unix_path: str = ""
+    """A unix socket of this process, if it has one."""
+    host_id: str = ""
+    """Where the socket is (see stagemesh.rpc.unix_socket)."""
+
+    def member(self, rank: int) -> PeerAddress:
+        """This process as a rank."""
+        return PeerAddress(
+            rank=rank,
+            node_id=self.node_id,
+            address=self.address,
+            unix_path=self.unix_path,
+            host_id=self.host_id,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +65,8 @@ class Meeting:
     """What a rank knows when all are there."""
 
     rank: int
-    addresses: tuple[str, ...]
-    """Of all ranks, in rank order."""
+    members: tuple[PeerAddress, ...]
+    """All ranks, in rank order."""
     incarnation: int = 1
     """Version of the group, higher than any before it of this name."""
     keep: Any = None
@@ -101,9 +119,11 @@ class AddressList:
         if arrival.rank is None:
             raise ConfigError("rank must be set: a list of addresses assigns none")
         self.address_of(arrival.rank)
-        return Meeting(
-            rank=arrival.rank, addresses=tuple(self.addresses), incarnation=self.incarnation
+        members = tuple(
+            PeerAddress(rank=rank, node_id=f"rank-{rank}", address=address)
+            for rank, address in enumerate(self.addresses)
         )
+        return Meeting(rank=arrival.rank, members=members, incarnation=self.incarnation)
 
     def address_of(self, rank: int) -> str:
         """Address of a rank.
@@ -121,7 +141,7 @@ class AddressList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFolder:
-    """A folder that all ranks see: each puts its address there and waits for the others'."""
+    """A folder that all ranks see: each puts its record there and waits for the others'."""
 
     path: Path
     """The folder; made when it is not there."""
@@ -135,7 +155,7 @@ class SharedFolder:
         )
         self.path.mkdir(parents=True, exist_ok=True)
         ours = {
-            "address": arrival.address,
+            **record_of(arrival.member(rank)),
             "world_size": world_size,
             "nonce": secrets.token_hex(8),
         }
@@ -156,20 +176,21 @@ class SharedFolder:
             if self._is_own(own_file, ours):
                 own_file.unlink(missing_ok=True)
             raise
-        return Meeting(rank=rank, addresses=found, incarnation=self.incarnation)
+        return Meeting(rank=rank, members=found, incarnation=self.incarnation)
 
     def _wait_for_all(
         self, arrival: Arrival, ours: Mapping[str, Any], *, rank: int, world_size: int
-    ) -> tuple[str, ...]:
+    ) -> tuple[PeerAddress, ...]:
         deadline = time.monotonic() + arrival.timeout_seconds
         # This rank's own file is read last, to find that a second process has replaced it.
         waiting = [*(other for other in range(world_size) if other != rank), rank]
-        found: dict[int, str] = {}
+        found: dict[int, PeerAddress] = {}
         while waiting:
             entry = self._read(arrival.group_id, waiting[0])
             if entry is not None:
-                self._check(entry, ours, rank=rank, other=waiting[0])
-                found[waiting.pop(0)] = entry["address"]
+                other = waiting.pop(0)
+                found[other] = self._member(entry, arrival.group_id, other)
+                self._check(entry, ours, rank=rank, other=other)
             elif time.monotonic() > deadline:
                 missing = [r for r in waiting if self._read(arrival.group_id, r) is None]
                 raise missing_ranks(arrival, sorted(missing), place=str(self.path))
@@ -186,18 +207,19 @@ class SharedFolder:
         # Quoted: the name of a group is no path.
         return self.path / f"{quote(group_id, safe='')}.{self.incarnation}.rank{rank}.json"
 
-    def _read(self, group_id: str, rank: int) -> dict[str, Any] | None:
+    def _read(self, group_id: str, rank: int) -> Any:
         path = self._file(group_id, rank)
         try:
             with path.open("rb") as file:
-                entry = json.loads(file.read(_MAX_FILE_BYTES))
+                return json.loads(file.read(_MAX_FILE_BYTES))
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise ProtocolError(f"{path} is not the file of a rank: {error}") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("address"), str):
-            raise ProtocolError(f"{path} is not the file of a rank: it has no address")
-        return entry
+
+    def _member(self, entry: Any, group_id: str, rank: int) -> PeerAddress:
+        source = f"{self._file(group_id, rank)} is not the file of a rank"
+        return member_from(entry, rank=rank, source=source)
 
     def _check(
         self, entry: Mapping[str, Any], ours: Mapping[str, Any], *, rank: int, other: int

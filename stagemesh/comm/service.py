@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -19,6 +19,7 @@ import torch
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.frames import reduce_op_from_proto, spec_from_header
 from stagemesh.comm.grpc_transport import GrpcTransport
+from stagemesh.comm.member_record import member_from_proto
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.errors import (
     CollectiveTimeout,
@@ -64,6 +65,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         token: str | None = None,
         max_tensor_bytes: int = DEFAULT_MAX_TENSOR_BYTES,
         join_wait_seconds: float = _JOIN_WAIT_SECONDS,
+        unix_sockets: bool = False,
     ) -> None:
         """Make a servicer without groups.
 
@@ -72,11 +74,13 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             token: shown to the servers of other ranks.
             max_tensor_bytes: larger tensors are refused, from drivers and peers.
             join_wait_seconds: how long a peer that is early waits for our JoinGroup.
+            unix_sockets: whether to reach members of this host over theirs, where they have one.
         """
         self._node_id = node_id
         self._token = token
         self._max_tensor_bytes = max_tensor_bytes
         self._join_wait = join_wait_seconds
+        self._unix_sockets = unix_sockets
         self._memberships: dict[str, _Membership] = {}
         self._joined = asyncio.Condition()
         self._is_closed = False
@@ -135,6 +139,8 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             )
         if before is None and len(self._memberships) >= MAX_GROUPS:
             raise ConfigError(f"node {self._node_id} is in {MAX_GROUPS} groups, which is the limit")
+        if not self._unix_sockets:
+            members = [replace(member, unix_path="") for member in members]
         transport = GrpcTransport(
             rank,
             peers=members,
@@ -169,14 +175,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             group_id=request.group_id,
             rank=request.rank,
             members=[
-                PeerAddress(
-                    rank=rank,
-                    node_id=member.node_id,
-                    address=member.address,
-                    unix_path=member.unix_path,
-                    host_id=member.host_id,
-                )
-                for rank, member in enumerate(request.members)
+                member_from_proto(member, rank=rank) for rank, member in enumerate(request.members)
             ],
             incarnation=request.incarnation,
             timeout_seconds=request.timeout_seconds,

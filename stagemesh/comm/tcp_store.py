@@ -4,6 +4,7 @@ group = init_process_group(GroupConfig(rendezvous=torchrun_meeting(os.environ)))
 """
 
 import datetime
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.member_record import member_from, record_of
+from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.rendezvous import Arrival, Meeting, missing_ranks
-from stagemesh.errors import ConfigError, PeerLost
+from stagemesh.errors import ConfigError, PeerLost, ProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class TcpStoreMeeting:
     incarnation: int = 1
 
     def meet(self, arrival: Arrival, *, loop: CommLoop) -> Meeting:
-        """Write this rank's address to the store, and read all."""
+        """Write this rank's record to the store, and read all."""
         for name, said, ours in (
             ("rank", arrival.rank, self.rank),
             ("world_size", arrival.world_size, self.world_size),
@@ -39,19 +42,25 @@ class TcpStoreMeeting:
         deadline = time.monotonic() + arrival.timeout_seconds
         store = self._connect(arrival.timeout_seconds)
         prefix = f"stagemesh/{arrival.group_id}/{self.incarnation}"
-        store.set(f"{prefix}/{self.rank}", arrival.address)
+        store.set(f"{prefix}/{self.rank}", json.dumps(record_of(arrival.member(self.rank))))
         ranks = range(self.world_size)
         keys = [f"{prefix}/{rank}" for rank in ranks]
         self._wait(store, keys, arrival, deadline=deadline)
-        addresses = tuple(store.get(key).decode() for key in keys)
+        members = tuple(self._read(store, key, rank=rank) for rank, key in enumerate(keys))
         store.set(f"{prefix}/done/{self.rank}", "1")
         if self.is_server:
             # The store ends with this process: the others must have read it first.
             done = [f"{prefix}/done/{rank}" for rank in ranks]
             self._wait(store, done, arrival, deadline=deadline)
-        return Meeting(
-            rank=self.rank, addresses=addresses, incarnation=self.incarnation, keep=store
-        )
+        return Meeting(rank=self.rank, members=members, incarnation=self.incarnation, keep=store)
+
+    def _read(self, store: Store, key: str, *, rank: int) -> PeerAddress:
+        source = f"{key} in the store at {self.host}:{self.port}"
+        try:
+            record = json.loads(store.get(key))
+        except ValueError as error:
+            raise ProtocolError(f"{source}: it is no record: {error}") from error
+        return member_from(record, rank=rank, source=source)
 
     def _connect(self, timeout_seconds: float) -> TCPStore:
         try:

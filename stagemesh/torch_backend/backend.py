@@ -1,6 +1,6 @@
 """Makes the groups of torch.distributed: this process's server, and the exchange of addresses.
 
-Each rank writes its address to the store that torch hands out, reads those of the others, and opens
+Each rank writes its record to the store that torch hands out, reads those of the others, and opens
 the group. Groups of a process share one server and one loop thread, which live from the first group
 to the last.
 """
@@ -23,6 +23,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.endpoint import CommEndpoint
+from stagemesh.comm.member_record import member_from, record_of
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.errors import CollectiveTimeout, ConfigError
 from stagemesh.rpc.address import split_address
@@ -49,14 +50,24 @@ class MeshOptions:
     """Host that the other ranks reach this one by, where it is not that of `bind`."""
     token: str | None = None
     """Secret of all ranks; needed where `bind` is not loopback."""
+    unix_socket: bool = False
+    """Whether ranks of one host that both say so reach each other over unix sockets."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """From STAGEMESH_BIND, STAGEMESH_ADVERTISE and STAGEMESH_TOKEN."""
+        """From STAGEMESH_BIND, _ADVERTISE, _TOKEN and _UNIX_SOCKET (1 or 0).
+
+        Raises:
+            ConfigError: STAGEMESH_UNIX_SOCKET is something else.
+        """
+        unix_socket = environment.get("STAGEMESH_UNIX_SOCKET", "0")
+        if unix_socket not in ("0", "1"):
+            raise ConfigError(f"STAGEMESH_UNIX_SOCKET must be 1 or 0, got {unix_socket!r}")
         return cls(
             bind=environment.get("STAGEMESH_BIND", "127.0.0.1:0"),
             advertise=environment.get("STAGEMESH_ADVERTISE"),
             token=environment.get("STAGEMESH_TOKEN"),
+            unix_socket=unix_socket == "1",
         )
 
 
@@ -90,7 +101,11 @@ class _Host:
 
     async def _open(self, options: MeshOptions) -> CommEndpoint:
         endpoint = CommEndpoint(
-            options.bind, advertise=options.advertise, token=options.token, node_id=_process_name()
+            options.bind,
+            advertise=options.advertise,
+            token=options.token,
+            node_id=_process_name(),
+            unix_socket=options.unix_socket,
         )
         await endpoint.start()
         return endpoint
@@ -117,7 +132,7 @@ class MeshBackend:
         """
         host = self._acquire(options or MeshOptions.from_environment(os.environ))
         try:
-            members, nonce = _exchange(host.endpoint.address, request)
+            members, nonce = _exchange(host.endpoint.member(request.group_rank), request)
             group = host.run(
                 host.endpoint.open_group(
                     group_id=f"{BACKEND_NAME}-{request.group_id}-{nonce}",
@@ -176,8 +191,8 @@ def _process_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _exchange(address: str, request: Any) -> tuple[list[PeerAddress], str]:
-    """All ranks' addresses, in rank order, and a word that no other group of this name has.
+def _exchange(ours: PeerAddress, request: Any) -> tuple[list[PeerAddress], str]:
+    """All ranks' records, in rank order, and a word that no other group of this name has.
 
     A group may be made again under its old name in the same store; so each rank counts its own
     joins, which are as many on all ranks, and only looks at those of the same number.
@@ -185,8 +200,7 @@ def _exchange(address: str, request: Any) -> tuple[list[PeerAddress], str]:
     store, rank, size = request.store, request.group_rank, request.group_size
     attempt = store.add(f"joins/{rank}", 1)
     record = {
-        "address": address,
-        "name": _process_name(),
+        **record_of(ours),
         "host": socket.gethostname(),
         "nonce": secrets.token_hex(4),
     }
@@ -203,7 +217,7 @@ def _exchange(address: str, request: Any) -> tuple[list[PeerAddress], str]:
                 "such as 0.0.0.0:0 with STAGEMESH_ADVERTISE and STAGEMESH_TOKEN"
             )
     members = [
-        PeerAddress(rank=peer, node_id=other["name"], address=other["address"])
+        member_from(other, rank=peer, source=f"what rank {peer} of {request.group_id} left")
         for peer, other in enumerate(records)
     ]
     return members, records[0]["nonce"]

@@ -1,6 +1,7 @@
 """How ranks meet: by list, folder, store and coordinator; and what each says when it fails."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from stagemesh.comm.backends import GroupConfig, init_process_group
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.coordinator_meeting import CoordinatorMeeting
 from stagemesh.comm.local_hub import LocalHub
+from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.rendezvous import AddressList, Arrival, Meeting, Rendezvous, SharedFolder
 from stagemesh.comm.tcp_store import TcpStoreMeeting, torchrun_meeting
@@ -46,11 +48,28 @@ def arrival(rank: int | None, world_size: int | None, **changes: Any) -> Arrival
     settings: dict[str, Any] = {
         "group_id": "g",
         "address": f"127.0.0.1:{1000 + (rank or 0)}",
+        "node_id": f"n{rank}",
+        "unix_path": f"/run/{rank}",
+        "host_id": "here",
         "rank": rank,
         "world_size": world_size,
         "timeout_seconds": 10.0,
     }
     return Arrival(**(settings | changes))
+
+
+def everybody(world_size: int) -> tuple[PeerAddress, ...]:
+    """What each rank must learn of all: whole records, not only addresses."""
+    return tuple(
+        PeerAddress(
+            rank=rank,
+            node_id=f"n{rank}",
+            address=f"127.0.0.1:{1000 + rank}",
+            unix_path=f"/run/{rank}",
+            host_id="here",
+        )
+        for rank in range(world_size)
+    )
 
 
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -129,9 +148,7 @@ def test_ranks_meet_in_a_folder_whose_group_has_any_name(tmp_path: Path, loop: C
     folder = SharedFolder(path=tmp_path / "new" / "er")
     met = meet_all(lambda _: folder, 3, loop, group_id="../tp/0 x")
     assert [meeting.rank for meeting in met] == [0, 1, 2]
-    assert {meeting.addresses for meeting in met} == {
-        ("127.0.0.1:1000", "127.0.0.1:1001", "127.0.0.1:1002")
-    }
+    assert {meeting.members for meeting in met} == {everybody(3)}
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "new" / "er"] * 3
     assert not list(tmp_path.rglob("*.part"))
 
@@ -174,7 +191,18 @@ def test_a_folder_refuses_another_world_size(tmp_path: Path, loop: CommLoop):
     assert not any(isinstance(result, Meeting) for result in results)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"address": 5, "world_size": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"address": 5, "node_id": "n", "world_size": 2}',
+        '{"address": "h:1", "world_size": 2}',
+        '{"address": "h:1", "node_id": "n", "unix_path": 5, "world_size": 2}',
+        '{"address": "h:1", "node_id": "n", "host_id": "%s", "world_size": 2}' % ("x" * 2000),
+    ],
+)
 def test_a_folder_refuses_a_file_that_is_no_ranks(content: str, tmp_path: Path, loop: CommLoop):
     (tmp_path / "g.1.rank1.json").write_text(content)
     with pytest.raises(ProtocolError, match=r"rank1\.json is not the file of a rank"):
@@ -184,7 +212,7 @@ def test_a_folder_refuses_a_file_that_is_no_ranks(content: str, tmp_path: Path, 
 def test_of_two_processes_with_one_rank_one_is_refused(tmp_path: Path, loop: CommLoop):
     """The other had looked before the first one's file was there."""
     folder = SharedFolder(path=tmp_path)
-    other = {"address": "127.0.0.1:7", "world_size": 2, "nonce": "theirs"}
+    other = {"address": "127.0.0.1:7", "node_id": "n", "world_size": 2, "nonce": "theirs"}
 
     def replace() -> None:
         own = tmp_path / "g.1.rank0.json"
@@ -207,9 +235,16 @@ def test_ranks_meet_at_a_store(loop: CommLoop):
     port = free_port()
     met = meet_all(lambda rank: store_meeting(rank, 3, port, incarnation=4), 3, loop)
     assert [meeting.rank for meeting in met] == [0, 1, 2]
-    assert {(m.addresses, m.incarnation) for m in met} == {
-        (("127.0.0.1:1000", "127.0.0.1:1001", "127.0.0.1:1002"), 4)
-    }
+    assert {(m.members, m.incarnation) for m in met} == {(everybody(3), 4)}
+
+
+def test_a_store_refuses_what_is_no_record(loop: CommLoop):
+    port = free_port()
+    meeting = store_meeting(0, 2, port)
+    store = meeting._connect(5.0)
+    store.set("stagemesh/g/1/1", "127.0.0.1:7")
+    with pytest.raises(ProtocolError, match=r"g/1/1 in the store at .* no record"):
+        replace(meeting, is_server=False).meet(arrival(0, 2), loop=loop)
 
 
 def test_a_store_names_the_ranks_that_did_not_come(loop: CommLoop):
@@ -305,9 +340,9 @@ def test_under_torchrun(tmp_path: Path):
 # --- a coordinator
 
 
-@pytest.fixture
-def coordinator(loop: CommLoop, tmp_path: Path):
-    """A running one, on the loop of the groups."""
+@contextlib.contextmanager
+def running_coordinator(loop: CommLoop, tmp_path: Path) -> Iterator[CoordinatorMeeting]:
+    """On the loop of the groups."""
     model = write_tiny_checkpoint(tmp_path / "model", vocab_size=260, num_layers=1)
     write_byte_tokenizer(model)
     config = CoordinatorConfig(
@@ -320,6 +355,12 @@ def coordinator(loop: CommLoop, tmp_path: Path):
     server = loop.run(start(), timeout=20)
     yield CoordinatorMeeting(address=server.rpc_address, token="t")
     loop.run(server.__aexit__(None, None, None), timeout=20)
+
+
+@pytest.fixture
+def coordinator(loop: CommLoop, tmp_path: Path) -> Iterator[CoordinatorMeeting]:
+    with running_coordinator(loop, tmp_path) as meeting:
+        yield meeting
 
 
 def test_a_coordinator_assigns_ranks_and_a_group_works(coordinator, loop: CommLoop):
@@ -342,7 +383,7 @@ def test_a_coordinator_names_the_ranks_that_did_not_come(coordinator, loop: Comm
         coordinator.meet(arrival(1, 3, timeout_seconds=0.3), loop=loop)
     # Who has given up is not counted later.
     met = meet_all(lambda _: coordinator, 2, loop)
-    assert [meeting.addresses for meeting in met] == [("127.0.0.1:1000", "127.0.0.1:1001")] * 2
+    assert [meeting.members for meeting in met] == [everybody(2)] * 2
 
 
 def test_who_hangs_up_is_not_counted(coordinator, loop: CommLoop):
@@ -354,7 +395,7 @@ def test_who_hangs_up_is_not_counted(coordinator, loop: CommLoop):
     loop.run(hang_up(), timeout=5)
     time.sleep(0.2)
     met = meet_all(lambda _: coordinator, 2, loop)
-    assert {meeting.addresses for meeting in met} == {("127.0.0.1:1000", "127.0.0.1:1001")}
+    assert {meeting.members for meeting in met} == {everybody(2)}
 
 
 def test_a_coordinator_names_a_world_size_that_differs(coordinator, loop: CommLoop):

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,13 +14,18 @@ import psutil
 import pytest
 import torch
 
+from stagemesh.comm.backends import GroupConfig, init_process_group
+from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.endpoint import CommEndpoint
 from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.rendezvous import Rendezvous, SharedFolder
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost, Unauthenticated
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import RpcServer
 from stagemesh.rpc.unix_socket import SocketFolder, host_id, is_reachable, target_of
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
+from tests.comm.test_rendezvous import free_port, running_coordinator, store_meeting, together
 
 NOWHERE = "127.0.0.1:1"
 
@@ -27,10 +33,12 @@ pytestmark = pytest.mark.skipif(not host_id(), reason="this system tells no boot
 
 
 @contextlib.asynccontextmanager
-async def _groups(change: Callable[[PeerAddress], PeerAddress], **settings: str):
+async def _groups(change: Callable[[PeerAddress], PeerAddress], **settings: Any):
     async with contextlib.AsyncExitStack() as stack:
         endpoints = [
-            await stack.enter_async_context(CommEndpoint(node_id=f"n{rank}", **settings))
+            await stack.enter_async_context(
+                CommEndpoint(node_id=f"n{rank}", **({"unix_socket": True} | settings))
+            )
             for rank in range(2)
         ]
         members = [change(endpoint.member(rank)) for rank, endpoint in enumerate(endpoints)]
@@ -94,6 +102,74 @@ async def test_the_socket_carries_the_tensors_and_no_connection_goes_to_the_port
             assert sum(map(_connections_to, ports)) == (0 if use_socket else 2)
 
 
+@pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)])
+async def test_both_ends_must_want_it(uses: tuple[bool, bool]):
+    """A rank without the option neither offers a socket nor uses that of the other."""
+    async with contextlib.AsyncExitStack() as stack:
+        endpoints = [await stack.enter_async_context(CommEndpoint(unix_socket=use)) for use in uses]
+        members = [endpoint.member(rank) for rank, endpoint in enumerate(endpoints)]
+        assert [bool(member.unix_path) for member in members] == list(uses)
+        groups = [
+            await endpoint.open_group(
+                group_id="g", rank=rank, members=members, incarnation=1, timeout_seconds=3.0
+            )
+            for rank, endpoint in enumerate(endpoints)
+        ]
+        assert await _sums(groups) == [[3.0]] * 2
+        ports = [int(member.address.rpartition(":")[2]) for member in members]
+        assert sum(map(_connections_to, ports)) == (0 if all(uses) else 2)
+
+
+def _connections_of(group: ProcessGroup) -> tuple[int, float]:
+    """How many TCP connections this process has to the group's ports, and a sum that worked."""
+    total = group.all_reduce(torch.tensor([group.rank + 1.0])).item()
+    group.barrier()
+    count = sum(_connections_to(int(m.address.rpartition(":")[2])) for m in group._members)
+    group.barrier()
+    return count, total
+
+
+@pytest.mark.parametrize("use", [True, False])
+@pytest.mark.parametrize("meeting", ["folder", "store", "coordinator"])
+def test_the_factory_and_subgroups_use_it_wherever_ranks_meet(
+    meeting: str, use: bool, tmp_path: Path
+):
+    with contextlib.ExitStack() as stack:
+        loop = stack.enter_context(CommLoop())
+        port = free_port()
+        head = (
+            stack.enter_context(running_coordinator(loop, tmp_path))
+            if meeting == "coordinator"
+            else None
+        )
+
+        def rendezvous(rank: int) -> Rendezvous:
+            if head is not None:
+                return head
+            if meeting == "store":
+                return store_meeting(rank, 2, port)
+            return SharedFolder(path=tmp_path)
+
+        def run(rank: int) -> list[tuple[int, float]]:
+            config = GroupConfig(
+                rendezvous=rendezvous(rank),
+                rank=rank,
+                world_size=2,
+                timeout_seconds=10,
+                unix_socket=use,
+            )
+            with init_process_group(config, loop=loop) as group:
+                whole = _connections_of(group)
+                turned = group.subgroup([1, 0])
+                assert turned is not None
+                return [whole, _connections_of(turned)]
+
+        results = together([lambda: run(0), lambda: run(1)])
+        # Of each group one connection per direction, all of this process.
+        expected = [(0, 3.0), (0, 3.0)] if use else [(2, 3.0), (4, 3.0)]
+        assert results == [expected, expected]
+
+
 async def test_the_folder_is_private_and_goes_with_the_server():
     async with RpcServer("127.0.0.1:0", services=[], unix_socket=True) as server:
         path = Path(server.unix_path)
@@ -127,7 +203,7 @@ async def test_where_paths_are_too_long_the_server_goes_without(monkeypatch, tmp
 async def test_the_token_is_asked_for_on_the_socket_too():
     async with _groups(lambda m: replace(m, address=NOWHERE), token="secret") as groups:
         assert await _sums(groups) == [[3.0]] * 2
-    async with CommEndpoint(token="secret") as endpoint:
+    async with CommEndpoint(token="secret", unix_socket=True) as endpoint:
         target = target_of(endpoint.member(0).unix_path)
         channel = open_channel(target, token="guess", kind="control")
         stub = comm_pb2_grpc.CommServiceStub(channel)
@@ -138,7 +214,10 @@ async def test_the_token_is_asked_for_on_the_socket_too():
 
 
 async def test_a_rank_with_another_token_is_refused_over_the_socket():
-    async with CommEndpoint(token="a") as first, CommEndpoint(token="b") as second:
+    async with (
+        CommEndpoint(token="a", unix_socket=True) as first,
+        CommEndpoint(token="b", unix_socket=True) as second,
+    ):
         members = [replace(e.member(r), address=NOWHERE) for r, e in enumerate((first, second))]
         groups = [
             await endpoint.open_group(

@@ -7,6 +7,7 @@ from coordinator.group_rendezvous import (
     MAX_WORLD_SIZE,
     Arrival,
     GroupRendezvous,
+    Place,
 )
 from stagemesh.errors import CapacityExceeded, ConfigError
 
@@ -19,7 +20,7 @@ def arrive(
     rank: int | None = None,
     group: str = "g",
 ) -> Arrival:
-    return meeting.arrive(group, world_size=size, rank=rank, address=address)
+    return meeting.arrive(group, world_size=size, rank=rank, place=Place(address=address))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_the_last_one_completes_the_group(wanted: list[int | None], got: list[in
     meeting = arrivals[0].meeting
     assert meeting is not None
     assert all(arrival.meeting is meeting for arrival in arrivals)
-    assert [meeting.addresses[rank] for rank in got] == ["a0", "a1", "a2"]
+    assert [meeting.places[rank].address for rank in got] == ["a0", "a1", "a2"]
 
 
 def test_each_complete_group_has_a_higher_incarnation():
@@ -58,7 +59,7 @@ def test_groups_of_other_names_do_not_mix():
     assert first.meeting is None
     arrive(rendezvous, "c", size=2, group="x")
     assert first.meeting is not None
-    assert first.meeting.addresses == ("a", "c")
+    assert [place.address for place in first.meeting.places] == ["a", "c"]
 
 
 def test_who_withdraws_was_never_there():
@@ -69,7 +70,7 @@ def test_who_withdraws_was_never_there():
     last = [arrive(rendezvous, "a", size=2, rank=0), arrive(rendezvous, "b", size=2)]
     assert gone.meeting is None
     assert last[0].meeting is not None
-    assert last[0].meeting.addresses == ("a", "b")
+    assert [place.address for place in last[0].meeting.places] == ["a", "b"]
     rendezvous.withdraw(last[0])
     assert last[1].meeting is last[0].meeting
 

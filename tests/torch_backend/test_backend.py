@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from stagemesh.errors import (
     GroupAborted,
     PeerLost,
 )
+from stagemesh.rpc.unix_socket import host_id
 from stagemesh.torch_backend import MeshBackend, MeshOptions, MeshProcessGroup
 
 RANKS = (0, 1)
@@ -43,8 +45,8 @@ def together(run: Callable[[int], Any]) -> list[Any]:
         return [future.exception(30) or future.result() for future in futures]
 
 
-def open_pair(store: dist.Store) -> list[MeshProcessGroup]:
-    return together(lambda rank: MeshBackend().create(request(store, rank), MeshOptions()))
+def open_pair(store: dist.Store, **options: Any) -> list[MeshProcessGroup]:
+    return together(lambda rank: MeshBackend().create(request(store, rank), MeshOptions(**options)))
 
 
 @pytest.fixture
@@ -184,10 +186,35 @@ def test_a_rank_that_never_comes_is_named():
 
 def test_a_rank_of_another_host_that_listens_on_loopback_is_refused():
     store = dist.HashStore()
-    record = {"address": "127.0.0.1:7", "name": "b-1", "host": "another-host", "nonce": "0"}
+    record = {"address": "127.0.0.1:7", "node_id": "b-1", "host": "another-host", "nonce": "0"}
     store.set("1/1", json.dumps(record))
     with pytest.raises(ConfigError, match=r"rank 1 is on host another-host.*STAGEMESH_BIND"):
         MeshBackend().create(request(store, 0), MeshOptions())
+
+
+@pytest.mark.skipif(not host_id(), reason="this system tells no boot id")
+@pytest.mark.parametrize("use", [True, False])
+def test_ranks_of_one_host_use_unix_sockets_where_they_are_told_to(use: bool):
+    def connections() -> int:
+        return len(psutil.Process().net_connections(kind="tcp"))
+
+    before = connections()
+    groups = open_pair(dist.HashStore(), unix_socket=use)
+    # Two that listen; and both ends of a connection per direction.
+    listening = connections()
+    results = together(lambda rank: groups[rank].allreduce([ones(4)]).get_future().wait()[0])
+    assert all(torch.equal(result, ones(4) * 2) for result in results)
+    assert (listening - before, connections() - listening) == (2, 0 if use else 4)
+    together(lambda rank: groups[rank].shutdown())
+
+
+def test_the_environment_says_whether_unix_sockets_are_used():
+    for text, expected in (("1", True), ("0", False)):
+        options = MeshOptions.from_environment({"STAGEMESH_UNIX_SOCKET": text})
+        assert options.unix_socket is expected
+    assert MeshOptions.from_environment({}) == MeshOptions()
+    with pytest.raises(ConfigError, match="must be 1 or 0, got 'yes'"):
+        MeshOptions.from_environment({"STAGEMESH_UNIX_SOCKET": "yes"})
 
 
 def test_a_public_bind_needs_a_token():

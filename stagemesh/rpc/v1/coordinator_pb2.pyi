@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from stagemesh.rpc.v1 import comm_pb2 as _comm_pb2
 from stagemesh.rpc.v1 import common_pb2 as _common_pb2
 from stagemesh.rpc.v1 import node_pb2 as _node_pb2
 import builtins as _builtins
@@ -311,17 +312,19 @@ class RendezvousRequest(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     world_size: _builtins.int
     rank: _builtins.int
     """Without one the coordinator assigns a free one, in the order of arrival."""
-    address: _builtins.str
-    """host:port where the other ranks reach this one."""
     timeout_seconds: _builtins.float
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
+    @_builtins.property
+    def member(self) -> _comm_pb2.GroupMember:
+        """Where the other ranks reach this one."""
+
     def __init__(
         self,
         *,
@@ -329,12 +332,12 @@ class RendezvousRequest(_message.Message):
         group_id: _builtins.str = ...,
         world_size: _builtins.int = ...,
         rank: _builtins.int | None = ...,
-        address: _builtins.str = ...,
+        member: _comm_pb2.GroupMember | None = ...,
         timeout_seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "member", b"member", "rank", b"rank", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "group_id", b"group_id", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "group_id", b"group_id", "member", b"member", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "version", b"version", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -347,25 +350,25 @@ class RendezvousReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    ADDRESSES_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     incarnation: _builtins.int
     """Higher than that of any group that met here before."""
     @_builtins.property
-    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_comm_pb2.GroupMember]:
         """In rank order."""
 
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
-        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        members: _abc.Iterable[_comm_pb2.GroupMember] | None = ...,
         incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "incarnation", b"incarnation", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "members", b"members", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

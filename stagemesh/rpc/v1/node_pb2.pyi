@@ -54,6 +54,8 @@ class NodeDescription(_message.Message):
     HOSTNAME_FIELD_NUMBER: _builtins.int
     PLATFORM_FIELD_NUMBER: _builtins.int
     START_ID_FIELD_NUMBER: _builtins.int
+    UNIX_PATH_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     """Where peers reach this node's gRPC server, host:port."""
@@ -66,6 +68,11 @@ class NodeDescription(_message.Message):
     platform: _builtins.str
     start_id: _builtins.str
     """Changes at each start of the daemon."""
+    unix_path: _builtins.str
+    """What the node is reached by inside its host, as in GroupMember: who makes a group of nodes
+    copies both from here.
+    """
+    host_id: _builtins.str
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     def __init__(
@@ -81,10 +88,12 @@ class NodeDescription(_message.Message):
         hostname: _builtins.str = ...,
         platform: _builtins.str = ...,
         start_id: _builtins.str = ...,
+        unix_path: _builtins.str = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "node_id", b"node_id", "num_threads", b"num_threads", "platform", b"platform", "start_id", b"start_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host_id", b"host_id", "hostname", b"hostname", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "node_id", b"node_id", "num_threads", b"num_threads", "platform", b"platform", "start_id", b"start_id", "unix_path", b"unix_path", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
