@@ -11,7 +11,7 @@ import torch
 from stagemesh.comm.raw import check_writable
 from stagemesh.comm.transport import TensorSpec
 from stagemesh.errors import ConfigError
-from stagemesh.rpc.codec import header_of
+from stagemesh.rpc.codec import check_sendable
 
 
 def check_root(rank: int, *, name: str, size: int) -> None:
@@ -22,7 +22,7 @@ def check_root(rank: int, *, name: str, size: int) -> None:
 
 def check_tensor(tensor: torch.Tensor, *, name: str = "tensor", is_written: bool = False) -> None:
     """Refuse what cannot travel, or cannot be written to."""
-    header_of(tensor)
+    check_sendable(tensor)
     if is_written:
         check_writable(tensor, name=name)
 

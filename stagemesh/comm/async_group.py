@@ -37,7 +37,7 @@ from stagemesh.comm.runner import OperationRunner
 from stagemesh.comm.tasks import WaitingRanks
 from stagemesh.comm.transport import MAX_USER_TAG, Envelope, TensorSpec, Transport
 from stagemesh.errors import CollectiveMismatch, ConfigError
-from stagemesh.rpc.codec import header_of
+from stagemesh.rpc.codec import check_sendable
 
 DEFAULT_DIRECT_BYTES = 256 * 1024
 """Up to this size what a rank has for another travels in the agreement: one hop."""
@@ -130,7 +130,7 @@ class AsyncGroup:
     ) -> None:
         """Send a tensor to a rank. Its memory may be reused when this returns. Moves N."""
         self._check_peer(peer, tag)
-        header_of(tensor)
+        check_sendable(tensor)
         waiting = WaitingRanks()
 
         async def work() -> None:

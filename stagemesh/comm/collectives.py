@@ -26,6 +26,8 @@ _AGREE = 0
 FIRST, SECOND = 1, 2
 """Phases after the agreement."""
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall:
@@ -119,15 +121,14 @@ async def agree(
         CollectiveMismatch: a rank called something else. All messages of the round were taken, so
             the group stays in step.
     """
-    empty = torch.empty(0, dtype=torch.uint8)
     payloads = payloads or {}
-    messages = await _swap(call, {peer: payloads.get(peer, empty) for peer in call.peers})
+    messages = await _swap(call, {peer: payloads.get(peer, _NOTHING) for peer in call.peers})
     envelopes = {rank: message.envelope for rank, message in messages.items()}
     envelopes[call.rank] = call.envelope
     in_order = [envelopes[rank] for rank in range(call.size)]
     compare(call, in_order)
     tensors = {rank: message.tensor for rank, message in messages.items()}
-    tensors[call.rank] = payloads.get(call.rank, empty)
+    tensors[call.rank] = payloads.get(call.rank, _NOTHING)
     return [
         Contribution(called_with=told.called_with, payload=tensors[rank])
         for rank, told in enumerate(in_order)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -13,7 +14,15 @@ from google.protobuf.message import DecodeError
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.transport import Envelope, TensorSpec
 from stagemesh.errors import GroupAborted, ProtocolError
-from stagemesh.rpc.codec import Chunk, TensorAssembler, check_header, header_for, stream_chunks
+from stagemesh.rpc.codec import (
+    Chunk,
+    TensorAssembler,
+    bytes_of,
+    check_header,
+    check_sendable,
+    header_for,
+    stream_chunks,
+)
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc, tensor_pb2
 
 # A string, as the class takes no parameters at run time.
@@ -34,6 +43,8 @@ _SERVICE_NAME = comm_pb2.DESCRIPTOR.services_by_name["CommService"].full_name
 
 # One byte each: field 3, length-delimited. ExchangeFrame.part and TensorPart.data.
 _PART_TAG = _DATA_TAG = b"\x1a"
+# Field 2: ExchangeFrame.envelope.
+_ENVELOPE_TAG = b"\x12"
 _WIRE_VARINT, _WIRE_BYTES = 0, 2
 
 # Below it the generated parser is faster than walking the fields.
@@ -156,16 +167,57 @@ def encode_frame(envelope: Envelope | None, chunk: Chunk) -> bytes:
     The generated class would copy them four times: into `data`, into the part, into the frame, and
     into the result. The bytes are the same (a test compares them).
     """
-    head = b""
-    if envelope is not None:
-        head = comm_pb2.ExchangeFrame(envelope=envelope_to_proto(envelope)).SerializeToString()
+    head = b"" if envelope is None else _envelope_field(envelope)
     part = tensor_pb2.TensorPart(header=chunk.header, offset=chunk.offset).SerializeToString()
-    data = chunk.data
+    return _join_frame(head, part, chunk.data)
+
+
+def encode_message(envelope: Envelope, tensor: torch.Tensor) -> bytes:
+    """The one frame of a small message. As `encode_frame` of its whole chunk, in half the time.
+
+    Raises:
+        ConfigError: the tensor cannot travel.
+    """
+    check_sendable(tensor)
+    part = _header_field(tensor.dtype, tuple(tensor.shape))
+    return _join_frame(_envelope_field(envelope), part, bytes_of(tensor))
+
+
+def _join_frame(head: bytes, part: bytes, data: memoryview | bytes) -> bytes:
+    """A frame of an envelope's field, a part without its data, and the data."""
     if not len(data):
         return b"".join((head, _PART_TAG, _varint(len(part)), part))
     length = _varint(len(data))
     part_length = _varint(len(part) + len(_DATA_TAG) + len(length) + len(data))
     return b"".join((head, _PART_TAG, part_length, part, _DATA_TAG, length, data))
+
+
+def _envelope_field(envelope: Envelope) -> bytes:
+    """ExchangeFrame.envelope, in the order of its fields' numbers."""
+    operation, rest = _constant_fields(envelope.operation, envelope.reduce_op, envelope.called_with)
+    tag = b"\x08" + _varint(envelope.tag) if envelope.tag else b""
+    sequence = b"\x18" + _varint(envelope.sequence) if envelope.sequence else b""
+    length = _varint(len(tag) + len(operation) + len(sequence) + len(rest))
+    return b"".join((_ENVELOPE_TAG, length, tag, operation, sequence, rest))
+
+
+# What differs between two calls of an operation is its tag and its sequence number.
+@lru_cache(maxsize=1024)
+def _constant_fields(
+    operation: str, reduce_op: ReduceOp | None, called_with: TensorSpec | None
+) -> tuple[bytes, bytes]:
+    """The fields between tag and sequence, and those after it."""
+    spec = Envelope(tag=0, operation="", reduce_op=reduce_op, called_with=called_with)
+    return (
+        comm_pb2.Envelope(operation=operation).SerializeToString(),
+        envelope_to_proto(spec).SerializeToString(),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _header_field(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """TensorPart.header."""
+    return tensor_pb2.TensorPart(header=header_for(dtype, shape)).SerializeToString()
 
 
 def decode_frame(message: bytes) -> Frame:

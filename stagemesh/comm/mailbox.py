@@ -12,8 +12,7 @@ woken: by the loss of its source, or by the abort of the group. Loop-bound, not 
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from stagemesh.errors import CapacityExceeded, CommError, GroupAborted, PeerLost, ProtocolError
@@ -113,7 +112,7 @@ class Mailbox(Generic[MessageT]):
         self.incarnation = incarnation
         self.num_dropped = 0
         self.aborted = asyncio.Event()
-        self._abort_callbacks: set[Callable[[], None]] = set()
+        self._abort_callbacks: list[Callable[[], None]] = []
         self._capacity = capacity_bytes
         self._on_taken = on_taken
         self._queues: defaultdict[_Key, deque[MessageT]] = defaultdict(deque)
@@ -202,17 +201,12 @@ class Mailbox(Generic[MessageT]):
         self._queues.clear()
         self._waiting_bytes.clear()
         self._fail_waiters(list(self._waiters), self._aborted_error)
-        for callback in list(self._abort_callbacks):
+        for callback in self._abort_callbacks:
             callback()
 
-    @contextmanager
-    def on_abort(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call back when the group is aborted within the block."""
-        self._abort_callbacks.add(callback)
-        try:
-            yield
-        finally:
-            self._abort_callbacks.discard(callback)
+    def call_on_abort(self, callback: Callable[[], None]) -> None:
+        """Call back once the group is aborted."""
+        self._abort_callbacks.append(callback)
 
     def raise_if_aborted(self) -> None:
         """Raise GroupAborted, once the group is aborted."""

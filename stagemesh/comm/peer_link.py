@@ -18,7 +18,7 @@ import torch
 from stagemesh.comm.frames import (
     ExchangeCall,
     abort_frame,
-    encode_frame,
+    encode_message,
     frames_of,
     open_exchange,
 )
@@ -27,7 +27,6 @@ from stagemesh.comm.tasks import cancel_and_wait
 from stagemesh.comm.transport import Envelope
 from stagemesh.errors import CommError, GroupAborted, PeerLost, ProtocolError
 from stagemesh.rpc.channels import open_channel, wait_ready
-from stagemesh.rpc.codec import whole_chunk
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.status import from_rpc_error
 from stagemesh.rpc.unix_socket import is_reachable, target_of
@@ -107,7 +106,7 @@ class PeerLink:
             await self._window.acquire(cost)
             try:
                 if num_bytes <= self._config.chunk_bytes:
-                    await self._write(encode_frame(envelope, whole_chunk(tensor)))
+                    await self._write(encode_message(envelope, tensor))
                     return
                 frames = frames_of(envelope, tensor, chunk_bytes=self._config.chunk_bytes)
                 async with contextlib.aclosing(frames):

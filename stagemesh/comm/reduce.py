@@ -22,6 +22,7 @@ import torch
 
 from stagemesh.comm.raw import own_copy
 from stagemesh.errors import ConfigError
+from stagemesh.rpc.codec import dtype_name
 
 
 class ReduceOp(enum.Enum):
@@ -80,14 +81,15 @@ def check_reducible(dtype: torch.dtype, op: ReduceOp) -> None:
     Raises:
         ConfigError: naming dtype and op.
     """
-    name = str(dtype).removeprefix("torch.")
     if dtype in _NO_ARITHMETIC:
-        raise ConfigError(f"{name} has no arithmetic; convert it before reducing")
+        raise ConfigError(f"{dtype_name(dtype)} has no arithmetic; convert it before reducing")
     is_fraction = dtype.is_floating_point or dtype.is_complex
     if op is ReduceOp.AVG and not is_fraction:
-        raise ConfigError(f"avg of {name} would lose fractions; use sum, or convert to a float")
+        raise ConfigError(
+            f"avg of {dtype_name(dtype)} would lose fractions; use sum, or convert to a float"
+        )
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
-        raise ConfigError(f"{op.value} of {name}: complex numbers have no order")
+        raise ConfigError(f"{op.value} of {dtype_name(dtype)}: complex numbers have no order")
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor], *, op: ReduceOp) -> torch.Tensor:
@@ -110,7 +112,10 @@ def reduce_in_order(parts: Sequence[torch.Tensor], *, op: ReduceOp) -> torch.Ten
         return _reduce_unsigned(parts, op)
     if dtype.is_complex:
         return _reduce_complex(parts, op)
-    wide = _ACCUMULATE_IN.get(dtype, dtype)
+    wide = _ACCUMULATE_IN.get(dtype)
+    if wide is None:
+        total = reduce(_COMBINE[op], parts)
+        return total / len(parts) if op is ReduceOp.AVG else total
     total = reduce(_COMBINE[op], [part.to(wide) for part in parts])
     if op is ReduceOp.AVG:
         total = total / len(parts)

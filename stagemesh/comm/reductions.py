@@ -24,7 +24,7 @@ from stagemesh.comm.collectives import (
     spans,
     split_evenly,
 )
-from stagemesh.comm.raw import flat_bytes, write
+from stagemesh.comm.raw import flat_bytes, write, write_elements
 from stagemesh.comm.reduce import ReduceOp, check_reducible, reduce_in_order
 from stagemesh.comm.tasks import run_together
 
@@ -58,7 +58,7 @@ async def reduce_scatter(
     if call.is_direct(num_bytes):
         parts = await _agree_on_parts(call, dict(enumerate(pieces)), num_bytes=num_bytes)
         check_reducible(output.dtype, op)
-        write(output, [_reduce_raw(parts, dtype=output.dtype, op=op)])
+        write_elements(output, _reduce_parts(parts, dtype=output.dtype, op=op))
         return
     await agree(call)
     check_reducible(output.dtype, op)
@@ -76,7 +76,7 @@ async def _reduce_to(
         parts = await _agree_on_parts(call, payloads, num_bytes=raw.numel() if is_receiver else 0)
         check_reducible(tensor.dtype, op)
         if is_receiver:
-            write(tensor, [_reduce_raw(parts, dtype=tensor.dtype, op=op)])
+            write_elements(tensor, _reduce_parts(parts, dtype=tensor.dtype, op=op))
         return
     await agree(call)
     check_reducible(tensor.dtype, op)
@@ -122,7 +122,7 @@ async def _reduce_pieces(
                 call.receive_chunk(peer, phase=FIRST, num_bytes=num_bytes) for peer in call.peers
             )
             parts.insert(call.rank, pieces[call.rank][span])
-            reduced[call.rank].append(_reduce_raw(parts, dtype=dtype, op=op))
+            reduced[call.rank].append(flat_bytes(_reduce_parts(parts, dtype=dtype, op=op)))
             is_reduced[index].set()
 
     # Apart from reduce_own: if it waited for these sends, two ranks that are out of credit towards
@@ -152,5 +152,8 @@ async def _reduce_pieces(
     return reduced
 
 
-def _reduce_raw(parts: Sequence[torch.Tensor], *, dtype: torch.dtype, op: ReduceOp) -> torch.Tensor:
-    return flat_bytes(reduce_in_order([part.view(dtype) for part in parts], op=op))
+def _reduce_parts(
+    parts: Sequence[torch.Tensor], *, dtype: torch.dtype, op: ReduceOp
+) -> torch.Tensor:
+    """What the ranks' bytes reduce to. Shapes: parts R x [bytes], result [elements]."""
+    return reduce_in_order([part.view(dtype) for part in parts], op=op)

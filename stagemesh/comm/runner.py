@@ -5,6 +5,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from stagemesh.comm.deadlines import Deadlines
 from stagemesh.comm.tasks import WaitingRanks
 from stagemesh.comm.transport import Transport
 from stagemesh.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
@@ -26,6 +27,8 @@ class OperationRunner:
         self.timeout_seconds = timeout_seconds
         self._sequence = 0
         self._broken = ""
+        self._deadlines = Deadlines()
+        transport.mailbox.call_on_abort(self._deadlines.expire_all)
 
     def next_sequence(self) -> int:
         """Number of the collective that begins now."""
@@ -61,24 +64,16 @@ class OperationRunner:
             GroupAborted: the group was aborted meanwhile.
         """
         seconds = self.timeout_seconds if timeout is None else timeout
-        mailbox = self.transport.mailbox
-        loop = asyncio.get_running_loop()
         # In the caller's task: tasks of their own for the work, the deadline and the abort would
         # cost a small collective more than its message does.
-        limit = asyncio.timeout(seconds)
-
-        def end_now() -> None:
-            if not limit.expired():
-                limit.reschedule(loop.time())
-
+        limit = self._deadlines.limit(seconds)
         try:
             async with limit:
-                with mailbox.on_abort(end_now):
-                    return await work
+                return await work
         except TimeoutError:
             if not limit.expired():
                 raise
-            mailbox.raise_if_aborted()
+            self.transport.mailbox.raise_if_aborted()
         ranks = ", ".join(str(rank) for rank in waiting.ranks())
         raise CollectiveTimeout(
             f"{operation} in group {self.group_id} timed out on rank {self.transport.rank} "

@@ -8,6 +8,7 @@ from stagemesh.comm.frames import (
     BulkFrame,
     decode_frame,
     encode_frame,
+    encode_message,
     envelope_to_proto,
     messages_of,
 )
@@ -54,6 +55,19 @@ def test_a_frame_is_the_bytes_that_the_generated_class_makes(envelope, num_bytes
         assert frame.head == expected
     else:
         assert frame == expected
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [ENVELOPE, Envelope(tag=0, operation="send"), Envelope(tag=7, operation="b", sequence=300)],
+    ids=["all fields", "fewest", "no spec"],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool], ids=str)
+def test_a_small_message_is_the_bytes_that_the_generated_class_makes(envelope, shape, dtype):
+    tensor = torch.ones(shape, dtype=dtype)
+    expected = _generated(envelope, whole_chunk(tensor))
+    assert encode_message(envelope, tensor) == expected.SerializeToString()
 
 
 def test_fields_in_another_order_are_read_all_the_same():
