@@ -2,8 +2,13 @@
 
 import asyncio
 import contextlib
+import os
+import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ from stagemesh.comm.rendezvous import Rendezvous, SharedFolder
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost, Unauthenticated
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import RpcServer
-from stagemesh.rpc.unix_socket import SocketFolder, host_id, is_reachable, target_of
+from stagemesh.rpc.unix_socket import SocketFolder, host_id, is_reachable, remove_stale, target_of
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
 from tests.comm.test_rendezvous import free_port, running_coordinator, store_meeting, together
 
@@ -180,6 +185,81 @@ async def test_the_folder_is_private_and_goes_with_the_server():
     # Control: none is made unless it is asked for.
     async with RpcServer("127.0.0.1:0", services=[]) as server:
         assert server.unix_path == ""
+
+
+ENDPOINT = """
+import asyncio, sys
+from stagemesh.comm.endpoint import CommEndpoint
+
+async def main():
+    async with CommEndpoint(unix_socket=True) as endpoint:
+        print(endpoint.member(0).unix_path, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def endpoint_process(folder: Path):
+    """A process that serves a unix socket below the folder until its input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDPOINT],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, Path(process.stdout.readline().strip())
+        process.stdin.close()
+        process.wait(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_what_a_killed_process_leaves_goes_when_the_next_one_starts(tmp_path):
+    others = [tmp_path / "stagemesh-of-a-user", tmp_path / "stagemesh-file"]
+    others[0].mkdir()
+    (others[0] / "lock").symlink_to(__file__)
+    others[1].write_text("not a folder")
+    with (
+        endpoint_process(tmp_path) as (_, alive),
+        endpoint_process(tmp_path) as (process, killed),
+    ):
+        process.kill()
+        process.wait()
+        # Control: it does leave its socket behind.
+        assert killed.is_socket()
+        with endpoint_process(tmp_path) as (_, third):
+            assert {path.parent for path in tmp_path.glob("*/*.sock")} == {
+                alive.parent,
+                third.parent,
+            }
+            for path in (alive, third):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.connect(str(path))
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_folders_that_are_being_made_are_not_taken_for_stale_ones(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def make_and_remove(_: int) -> None:
+        for _ in range(50):
+            folder = SocketFolder.make()
+            assert folder is not None
+            Path(folder.path).touch(exist_ok=False)
+            remove_stale(tmp_path)
+            assert Path(folder.path).exists()
+            folder.remove()
+            folder.remove()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make_and_remove, range(8)))
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_server_that_cannot_listen_leaves_no_folder(monkeypatch, tmp_path):
