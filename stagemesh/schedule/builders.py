@@ -56,15 +56,25 @@ def gpipe(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 1) ->
     check_sizes(
         num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank
     )
+    return sweep(tuple(range(num_ranks)) * stages_per_rank, num_microbatches)
+
+
+def sweep(stage_ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """GPipe with the stages where they are: stage s on rank `stage_ranks[s]`."""
     programs = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+    for rank in range(max(stage_ranks) + 1):
+        stages = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
         forwards = [(s, m) for s in stages for m in range(num_microbatches)]
         backwards = [(s, m) for s in reversed(stages) for m in range(num_microbatches)]
         programs.append(
             (*_actions(ActionKind.FORWARD, forwards), *_actions(ActionKind.BACKWARD, backwards))
         )
-    return _schedule("gpipe", num_microbatches, stages_per_rank, programs)
+    return Schedule(
+        name="gpipe",
+        num_microbatches=num_microbatches,
+        stage_ranks=stage_ranks,
+        programs=tuple(programs),
+    )
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -1,0 +1,87 @@
+"""Links: the messages between a rank's stages and those of other ranks.
+
+Receives begin before they are needed, and sends run beside the computation; a payload's memory is
+held until its send has ended. A message is found by its tag, which says the product it carries;
+messages of one tag keep their order, so steps follow each other without a barrier.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.work import Work
+from stagemesh.parallel.pipeline.payload import Payload, read_payload
+from stagemesh.schedule.actions import Action, Product, moved_by, receiver_of
+from stagemesh.schedule.schedule import Schedule
+
+
+class Links:
+    """The pipeline's messages of one rank, for one run of a program."""
+
+    def __init__(
+        self, process_group: ProcessGroup, *, schedule: Schedule, send_seconds: float
+    ) -> None:
+        """Nothing moves yet.
+
+        Args:
+            process_group: of the pipeline; no other messages go through it.
+            schedule: says which rank has which stage.
+            send_seconds: deadline of a send, which may have to wait for its receive.
+        """
+        self._group = process_group
+        self._schedule = schedule
+        self._send_seconds = send_seconds
+        self._receives: dict[Product, Work[torch.Tensor]] = {}
+        self._sends: list[tuple[Work[None], torch.Tensor]] = []
+
+    def begin_receive(self, action: Action) -> None:
+        """Begin to receive the first message of what a receive action moves."""
+        product = moved_by(action)
+        self._receives[product] = self._receive(product)
+
+    def take(self, product: Product) -> Payload:
+        """What was received; waits for it.
+
+        Raises:
+            CommError: it did not come.
+            ProtocolError: it is no payload.
+        """
+        first = self._receives.pop(product).wait()
+
+        def read_next(count: int) -> Sequence[torch.Tensor]:
+            works = [self._receive(product) for _ in range(count)]
+            return [work.wait() for work in works]
+
+        return read_payload(first, read_next=read_next)
+
+    def begin_send(self, product: Product, payload: Payload) -> None:
+        """Begin to send a product to the rank that needs it."""
+        self._sends = [(work, held) for work, held in self._sends if not work.is_completed()]
+        peer = self._schedule.stage_ranks[receiver_of(product)]
+        for message in payload.messages():
+            work = self._group.isend(
+                message, peer=peer, tag=self._tag(product), timeout=self._send_seconds
+            )
+            self._sends.append((work, message))
+
+    def finish(self) -> None:
+        """Wait until all sends have ended.
+
+        Raises:
+            CommError: one failed.
+        """
+        for work, _ in self._sends:
+            work.wait()
+        self._sends = []
+
+    def _receive(self, product: Product) -> Work[torch.Tensor]:
+        peer = self._schedule.stage_ranks[product.stage]
+        work: Work[torch.Tensor] = self._group.recv_tensor(
+            peer=peer, tag=self._tag(product), async_op=True
+        )
+        return work
+
+    def _tag(self, product: Product) -> int:
+        place = product.microbatch * self._schedule.num_stages + product.stage
+        return 2 * place + (product.kind == "gradient")
