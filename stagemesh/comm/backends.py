@@ -2,6 +2,11 @@
 
 local   ranks are threads of this process          rendezvous: a LocalHub
 grpc    ranks are processes, on any machines       rendezvous: any of stagemesh.comm.rendezvous
+
+A process with a grpc group may fork children that use no group, as a DataLoader with workers does:
+importing stagemesh.comm sets GRPC_ENABLE_FORK_SUPPORT=0, without which they crash. gRPC reads it as
+it loads, so a program that itself imports grpc does so after this. A forked child that wants a
+group gets a ConfigError; start it with "spawn".
 """
 
 import contextlib
@@ -22,6 +27,7 @@ from stagemesh.comm.tcp_store import TcpStoreMeeting
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.address import split_address
 from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES
+from stagemesh.rpc.fork_guard import PROCESS_GUARD
 from stagemesh.rpc.security import is_loopback
 
 Backend = Literal["local", "grpc", "gloo"]
@@ -146,6 +152,8 @@ def _meet_grpc(
     loop: CommLoop,
     stack: contextlib.ExitStack,
 ) -> tuple[CommEndpoint, Meeting]:
+    PROCESS_GUARD.warn_if_late()
+
     async def listen() -> CommEndpoint:
         endpoint = CommEndpoint(
             _bind(config, rendezvous),
