@@ -91,9 +91,13 @@ def split_to_group(
     Raises:
         ConfigError: the ranks do not divide n, or the sizes do not add up to it.
     """
-    total = tensor.shape[dim]
-    name = f"dim {dim}"
-    parts = resolve_sizes(sizes, total=total, num_ranks=process_group.size, name=name)
+    parts = resolve_sizes(
+        sizes,
+        total=tensor.shape[dim],
+        num_ranks=process_group.size,
+        name=f"dim {dim}",
+        smallest=0,
+    )
     if process_group.size == 1:
         return tensor
     if not _needs_graph(tensor):

@@ -59,19 +59,19 @@ def balanced_sizes(total: int, *, num_ranks: int) -> tuple[int, ...]:
 
 
 def resolve_sizes(
-    sizes: Sequence[int] | None, *, total: int, num_ranks: int, name: str
+    sizes: Sequence[int] | None, *, total: int, num_ranks: int, name: str, smallest: int = 1
 ) -> tuple[int, ...]:
     """The sizes that were asked for, checked; even ones if none were.
 
     Raises:
-        ConfigError: not one size >= 1 per rank, or another sum than `total`.
+        ConfigError: not one size >= `smallest` per rank, or another sum than `total`.
     """
     if sizes is None:
         return even_sizes(total, num_ranks=num_ranks, name=name)
     _check_num_ranks(num_ranks)
-    if len(sizes) != num_ranks or min(sizes) < 1 or sum(sizes) != total:
+    if len(sizes) != num_ranks or min(sizes) < smallest or sum(sizes) != total:
         raise ConfigError(
-            f"the sizes of {name} must be {num_ranks} numbers >= 1 with sum {total}, "
+            f"the sizes of {name} must be {num_ranks} numbers >= {smallest} with sum {total}, "
             f"got {list(sizes)}"
         )
     return tuple(sizes)

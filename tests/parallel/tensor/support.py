@@ -1,6 +1,7 @@
 """What the tests of tensor parallelism share: references, small models, how close is equal."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from stagemesh.parallel.tensor.state import gather_full_state_dict
 from tests.support.ranks import run_ranks
 
 FP32_TOLERANCE = 1e-5
+
+_DRAWING = threading.Lock()
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -58,8 +61,8 @@ class Attention(nn.Module):
 
 
 def built(make: Callable[[], nn.Module], *, seed: int = 0) -> nn.Module:
-    """A module of its own random state, so that ranks that are threads cannot race for it."""
-    with torch.random.fork_rng():
+    """A module drawn from a seed. Ranks that are threads have one random state: one at a time."""
+    with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(seed)
         return make()
 
