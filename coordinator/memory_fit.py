@@ -2,10 +2,9 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 from coordinator.config import DeploymentConfig
-from coordinator.model_cost import NodeCapacity, model_cost
+from coordinator.model_cost import NodeCapacity, held_model_cost
 from coordinator.partitioner import partition
 from stagemesh.errors import PlacementError
 from stagemesh.layout import Plan
@@ -35,9 +34,7 @@ def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapa
     Raises:
         PlacementError: it does not fit with what the user set, or not even at the least.
     """
-    # A stage that is first and last holds a tied table twice: packing re-lays the head for the
-    # matrix kernels, while the embedding needs the rows as they are.
-    cost = replace(model_cost(spec, dtype=run_dtype(config, spec)), tied=False)
+    cost = held_model_cost(spec, dtype=run_dtype(config, spec))
     first_error: PlacementError | None = None
     for context, concurrency in _choices(config, spec.max_context_tokens):
         try:

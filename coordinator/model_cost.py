@@ -1,10 +1,23 @@
-"""What a model's layers cost in memory, and what a node has: the partitioner's inputs."""
+"""What a model's layers cost in memory and arithmetic, and what a node has: a placement's inputs.
 
+All of it comes from configs and headers; no weight is read.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
+from stagemesh.checkpoint.tensor_info import TensorInfo
 from stagemesh.errors import ConfigError
 from stagemesh.model_spec import ELEMENT_BYTES, ModelSpec
+
+_ATTENTION = re.compile(r"\.(?:self_attn|self_attention|attention|attn|linear_attn)\.")
+_MLP = re.compile(r"\.(?:mlp|feed_forward|block_sparse_moe|ffn|moe|experts)\.")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+_MLP_COLUMNS = ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +57,28 @@ class ModelCost:
     """KV cache of one token in one layer."""
     dtype: str
     """Run dtype."""
+    attention_bytes: tuple[int, ...] = ()
+    """What of `layer_bytes` attention heads divide among ranks; empty is none."""
+    mlp_bytes: tuple[int, ...] = ()
+    """What of `layer_bytes` MLP columns divide among ranks; empty is all but attention."""
+    file_layer_bytes: tuple[int, ...] = ()
+    """Each layer in the file's own types; empty is as in the run dtype."""
+    hidden_size: int = 0
+    """Width of an activation."""
+    num_heads: int = 1
+    """Query heads."""
+    kv_groups: int = 1
+    """Key and value heads, each with its query heads: what tensor parallelism cuts between."""
+    head_dim: int = 0
+    """Width of a head."""
+    mlp_columns: int = 1
+    """Intermediate width of the MLP."""
+    vocab_size: int = 0
+    """Rows of the head."""
+    num_experts: int = 1
+    """Experts per layer; 1 for a dense MLP."""
+    experts_per_token: int = 1
+    """Experts that a token visits."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1 or len(self.layer_bytes) != self.num_layers:
@@ -56,6 +91,55 @@ class ModelCost:
             raise ConfigError("bytes of a model's part must not be negative")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
+        for name in ("attention_bytes", "mlp_bytes", "file_layer_bytes"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise ConfigError(
+                    f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers"
+                )
+        counts = (self.num_heads, self.kv_groups, self.mlp_columns, self.experts_per_token)
+        if min(counts) < 1 or self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"num_heads, kv_groups, mlp_columns and experts_per_token must be at least 1 and "
+                f"no more experts be visited than the {self.num_experts} there are, got {counts}"
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element in the run dtype."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def split_attention_bytes(self) -> tuple[int, ...]:
+        """`attention_bytes`, spelled out."""
+        return self.attention_bytes or (0,) * self.num_layers
+
+    @property
+    def split_mlp_bytes(self) -> tuple[int, ...]:
+        """`mlp_bytes`, spelled out."""
+        if self.mlp_bytes:
+            return self.mlp_bytes
+        pairs = zip(self.layer_bytes, self.split_attention_bytes, strict=True)
+        return tuple(whole - attention for whole, attention in pairs)
+
+    def attention_flops(self, layer: int, *, context_tokens: float) -> float:
+        """FLOPs of a layer's attention for one token: projections, scores and weighted sum."""
+        projections = 2 * self.split_attention_bytes[layer] / self.element_bytes
+        return projections + 4 * self.num_heads * self.head_dim * context_tokens
+
+    def mlp_flops(self, layer: int) -> float:
+        """FLOPs of a layer's MLP for one token: two for each weight that the token meets."""
+        visited = self.experts_per_token / self.num_experts
+        return 2 * self.split_mlp_bytes[layer] / self.element_bytes * visited
+
+    def head_flops(self) -> float:
+        """FLOPs of the head for one token."""
+        return 2 * self.head_bytes / self.element_bytes
+
+    def token_flops(self, *, context_tokens: float) -> float:
+        """FLOPs of the whole model for one token."""
+        layers = range(self.num_layers)
+        attention = sum(self.attention_flops(i, context_tokens=context_tokens) for i in layers)
+        return attention + sum(self.mlp_flops(i) for i in layers) + self.head_flops()
 
     def total_weight_bytes(self) -> int:
         """Weights of the model on one node."""
@@ -67,6 +151,8 @@ class ModelCost:
         return replace(
             self,
             layer_bytes=tuple(size * new // old for size in self.layer_bytes),
+            attention_bytes=tuple(size * new // old for size in self.attention_bytes),
+            mlp_bytes=tuple(size * new // old for size in self.mlp_bytes),
             embedding_bytes=self.embedding_bytes * new // old,
             head_bytes=self.head_bytes * new // old,
             norm_bytes=self.norm_bytes * new // old,
@@ -127,6 +213,10 @@ def model_cost(spec: ModelSpec, *, dtype: str) -> ModelCost:
     # norm is.
     separate = embedding + sum(layer_bytes) + norm + head
     shared = separate - spec.stage_weight_bytes(0, spec.num_layers, dtype)
+    mlp_columns = _mlp_columns(spec)
+    num_experts = _first_number(spec.config, _NUM_EXPERTS, default=1)
+    attention = tuple(_matrix_bytes(layer, _ATTENTION, dtype) for layer in spec.groups.layers)
+    mlp = tuple(_matrix_bytes(layer, _MLP, dtype) for layer in spec.groups.layers)
     return ModelCost(
         num_layers=spec.num_layers,
         layer_bytes=layer_bytes,
@@ -136,4 +226,44 @@ def model_cost(spec: ModelSpec, *, dtype: str) -> ModelCost:
         tied=shared > 0,
         kv_bytes_per_token_layer=spec.kv_bytes_per_token(1, dtype),
         dtype=dtype,
+        attention_bytes=attention,
+        mlp_bytes=mlp,
+        file_layer_bytes=tuple(sum(i.num_bytes for i in layer) for layer in spec.groups.layers),
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        kv_groups=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        mlp_columns=mlp_columns,
+        vocab_size=spec.vocab_size,
+        num_experts=num_experts,
+        experts_per_token=min(
+            num_experts, _first_number(spec.config, _EXPERTS_PER_TOKEN, default=num_experts)
+        ),
     )
+
+
+def held_model_cost(spec: ModelSpec, *, dtype: str) -> ModelCost:
+    """What nodes hold of the model while they run it.
+
+    A stage that is first and last holds a tied table twice: packing re-lays the head for the
+    matrix kernels, while the embedding needs the rows as they are.
+
+    Raises:
+        ConfigError: the dtype is not one to run in.
+    """
+    return replace(model_cost(spec, dtype=dtype), tied=False)
+
+
+def _matrix_bytes(tensors: Iterable[TensorInfo], kind: re.Pattern[str], dtype: str) -> int:
+    """Bytes of the matrices of one kind; vectors (norms, biases) are not worth dividing."""
+    elements = (i.num_elements for i in tensors if len(i.shape) > 1 and kind.search(i.name))
+    return sum(elements) * ELEMENT_BYTES[dtype]
+
+
+def _mlp_columns(spec: ModelSpec) -> int:
+    return _first_number(spec.config, _MLP_COLUMNS, default=4 * spec.hidden_size)
+
+
+def _first_number(config: Mapping[str, Any], names: Iterable[str], *, default: int) -> int:
+    values = (config.get(name) for name in names)
+    return next((v for v in values if isinstance(v, int) and v >= 1), default)
