@@ -100,3 +100,91 @@ async def test_a_window_lets_one_large_message_through_and_then_waits():
     window.fail(lambda: PeerLost("gone"))
     with pytest.raises(PeerLost, match="gone"):
         await waiting
+
+
+async def test_any_source_gets_what_arrived_first():
+    box = Mailbox(incarnation=2)
+    letters = [("a", 2), ("b", 0), ("c", 1), ("d", 2), ("e", 0)]
+    for text, source in letters:
+        box.put(Letter(text, source_rank=source))
+    box.put(Letter("other tag", source_rank=1, tag=5))
+    taken = [await box.get_any(0, sources=(0, 1, 2)) for _ in range(3)]
+    assert [(each.text, each.source_rank) for each in taken] == letters[:3]
+    # A named receive takes its own out of the middle.
+    assert (await box.get(0, 0)).text == "e"
+    assert (await box.get_any(0, sources=(0, 1, 2))).text == "d"
+    assert (await box.get_any(5, sources=(0, 1))).text == "other tag"
+
+
+async def test_who_asks_first_gets_the_message():
+    box = Mailbox(incarnation=2)
+    waits = []
+    for source in (None, 1, None, 1):
+        get = box.get_any(0, sources=(0, 1)) if source is None else box.get(source, 0)
+        waits.append(asyncio.ensure_future(get))
+        await asyncio.sleep(0)
+    for text, source in (("a", 1), ("b", 1), ("c", 0), ("d", 1)):
+        box.put(Letter(text, source_rank=source))
+    assert [(await wait).text for wait in waits] == ["a", "b", "c", "d"]
+
+
+async def test_any_source_waits_until_all_are_lost():
+    box = Mailbox(incarnation=2)
+    wait = asyncio.ensure_future(box.get_any(0, sources=(0, 1, 2)))
+    for source in (2, 0):
+        box.fail_source(source, f"rank {source} is gone")
+        await asyncio.sleep(0)
+        assert not wait.done()
+    box.put(Letter("last", source_rank=1))
+    assert (await wait).text == "last"
+    box.put(Letter("left over", source_rank=1))
+    wait = asyncio.ensure_future(box.get_any(1, sources=(0, 1, 2)))
+    await asyncio.sleep(0)
+    box.fail_source(1, "rank 1 is gone")
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        await wait
+    assert (await box.get_any(0, sources=(0, 1, 2))).text == "left over"
+    with pytest.raises(PeerLost):
+        await box.get_any(0, sources=(0, 1, 2))
+
+
+async def test_any_source_is_woken_by_an_abort():
+    box = Mailbox(incarnation=2)
+    wait = asyncio.ensure_future(box.get_any(0, sources=(0, 1)))
+    await asyncio.sleep(0)
+    box.abort("stopped")
+    with pytest.raises(GroupAborted, match="stopped"):
+        await wait
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "any"])
+async def test_a_message_given_back_goes_to_who_waits_already(named):
+    box = Mailbox(incarnation=2)
+
+    def get(is_named):
+        call = box.get(0, 0) if is_named else box.get_any(0, sources=(0, 1))
+        return asyncio.ensure_future(call)
+
+    first = get(named)
+    await asyncio.sleep(0)
+    second = get(not named)
+    await asyncio.sleep(0)
+    box.put(Letter("first"))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    box.put(Letter("second"))
+    assert (await second).text == "first"
+    assert (await box.get_any(0, sources=(0, 1))).text == "second"
+
+
+async def test_cancelled_receives_leave_nothing_behind():
+    box = Mailbox(incarnation=2)
+    waits = [asyncio.ensure_future(box.get(0, tag)) for tag in range(5)]
+    waits += [asyncio.ensure_future(box.get_any(tag, sources=(0, 1))) for tag in range(5)]
+    await asyncio.sleep(0)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.wait(waits)
+    assert not box._waiters
+    assert not box._any_waiters
