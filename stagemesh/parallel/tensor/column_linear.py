@@ -30,6 +30,8 @@ def column_parallel_linear(
         backward    | sum of dy_i W_i | dW_0, dW_1, ... , db_i | wait |
         network                       |=== all-reduce of dx =======|
 
+    Gradients of gradients do not pass through it: autograd refuses them.
+
     Shapes:
         input: x, [..., K], the same values on each rank.
         weights: W_i, [N_i / R, K], the rank's rows.

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.errors import ConfigError
@@ -269,6 +270,42 @@ def test_an_output_that_is_not_used_and_frozen_parameters() -> None:
         assert b.bias.grad.tolist() == [2.0] * 3
 
     run_ranks(2, run)
+
+
+class _Log(TorchDispatchMode):
+    """Notes the order of matrix products, and of the begin and end of an all-reduce."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        self.size, self.rank = group.size, group.rank
+        self.events: list[str] = []
+        self._group = group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.events.append("mm")
+        return func(*args, **(kwargs or {}))
+
+    def all_reduce(self, tensor: torch.Tensor, *, async_op: bool) -> Any:
+        self.events.append("begin")
+        self._work = self._group.all_reduce(tensor, async_op=async_op)
+        return self
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.events.append("end")
+
+
+def test_the_weight_gradient_is_computed_while_the_input_gradient_travels() -> None:
+    def run(group: ProcessGroup) -> list[str]:
+        log: Any = _Log(group)
+        layer = ColumnParallelLinear.from_linear(built(lambda: nn.Linear(4, 6)), process_group=log)
+        loss = layer(seeded(2, 4).requires_grad_()).square().sum()
+        with log:
+            loss.backward()
+        return log.events
+
+    assert run_ranks(2, run) == [["mm", "begin", "mm", "end"]] * 2
 
 
 def test_an_input_without_gradient_needs_no_all_reduce() -> None:
