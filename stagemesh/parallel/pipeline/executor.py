@@ -106,22 +106,22 @@ class Executor:
         """
         # A send may have to wait for its receive, which may come at the end of the peer's program.
         seconds = self._group.timeout_seconds * (1 + len(program))
-        links = Links(self._group, schedule=self._schedule, send_seconds=seconds)
         run = _Run(program)
-        num_begun = 0
-        for position, action in enumerate(program):
-            guard.at(action)
-            ahead = min(position + _RECEIVES_AHEAD, len(program))
-            for later in program[num_begun:ahead]:
-                if later.kind.is_receive:
-                    links.begin_receive(later)
-            num_begun = max(num_begun, ahead)
-            if action.kind.is_send:
-                product = moved_by(action)
-                links.begin_send(product, self._local.pop(product))
-            elif action.kind.is_compute:
-                self._compute(action, feed, links, run)
-        links.finish()
+        with Links(self._group, schedule=self._schedule, send_seconds=seconds) as links:
+            num_begun = 0
+            for position, action in enumerate(program):
+                guard.at(action)
+                ahead = min(position + _RECEIVES_AHEAD, len(program))
+                for later in program[num_begun:ahead]:
+                    if later.kind.is_receive:
+                        links.begin_receive(later)
+                num_begun = max(num_begun, ahead)
+                if action.kind.is_send:
+                    product = moved_by(action)
+                    links.begin_send(product, self._local.pop(product))
+                elif action.kind.is_compute:
+                    self._compute(action, feed, links, run)
+            links.finish()
         return RunRecord(timings=tuple(run.timings), max_in_flight=run.max_in_flight)
 
     def _compute(self, action: Action, feed: Feed, links: Links, run: "_Run") -> None:

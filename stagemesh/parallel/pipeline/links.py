@@ -6,6 +6,7 @@ messages of one tag keep their order, so steps follow each other without a barri
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
@@ -74,6 +75,15 @@ class Links:
         for work, _ in self._sends:
             work.wait()
         self._sends = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        # The traceback of a failure keeps this object. Gloo closes a connection, which is how the
+        # other ranks hear of an abort, only when nobody holds an operation on it any more.
+        self._receives.clear()
+        self._sends.clear()
 
     def _receive(self, product: Product) -> Work[torch.Tensor]:
         peer = self._schedule.stage_ranks[product.stage]

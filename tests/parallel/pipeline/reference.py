@@ -1,6 +1,7 @@
 """One model in one process, and the same in a pipeline of ranks."""
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,7 @@ def train_in_pipeline(
     stages_per_rank: int = 1,
     counts: Sequence[int] | None = None,
     backend: str = "local",
+    order: random.Random | None = None,
     lr: float = 0.05,
     loss_fn: Callable[..., torch.Tensor] = nn.functional.mse_loss,
     **options: Any,
@@ -108,7 +110,7 @@ def train_in_pipeline(
         return trained
 
     whole = Trained()
-    for part in run_ranks(num_ranks, run, backend=backend):
+    for part in run_ranks(num_ranks, run, backend=backend, order=order):
         whole.losses += part.losses
         whole.gradients |= part.gradients
         whole.parameters |= part.parameters
