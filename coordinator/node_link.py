@@ -17,6 +17,7 @@ from stagemesh.errors import PeerLost, ProtocolError, StagemeshError
 from stagemesh.layout import StageAssignment
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version, step_header_to_proto, step_result_from_proto
+from stagemesh.rpc.handshake import STREAM_ERRORS, named, shake_hands, why_ended
 from stagemesh.rpc.status import from_rpc_error
 from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
 from stagemesh.steps import Step, StepResult
@@ -168,18 +169,14 @@ class NodeLink:
             incarnation=order.incarnation,
             stage=0,
         )
-        where = f"open steps to {self}"
-        try:
-            async with asyncio.timeout(_CONTROL_TIMEOUT_SECONDS):
-                await call.write(node_pb2.StepFrame(hello=hello))
-                ack = await call.read()
-        except TimeoutError as error:
-            call.cancel()
-            raise self._silent(where, _CONTROL_TIMEOUT_SECONDS) from error
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._ended(call, error, where) from error
-        if ack is grpc.aio.EOF:
-            raise await self._ended(call, None, where)
+        await shake_hands(
+            call,
+            node_pb2.StepFrame(hello=hello),
+            operation="open steps",
+            peer=str(self),
+            node_id=self.node.node_id,
+            timeout_seconds=_CONTROL_TIMEOUT_SECONDS,
+        )
         return StepStream(self, call)
 
     async def watch_results(self, order: LoadOrder) -> AsyncGenerator[StepResult | None, None]:
@@ -217,22 +214,12 @@ class NodeLink:
 
     def _mapped(self, error: grpc.aio.AioRpcError, where: str) -> StagemeshError:
         # The peer is named once, by the mapping.
-        operation = where.removesuffix(f" on {self}").removesuffix(f" to {self}")
+        operation = where.removesuffix(f" on {self}")
         mapped = from_rpc_error(error, operation=operation, peer=str(self))
-        if self.node.node_id not in str(mapped):
-            # The node's own words, which need not say whose they are.
-            mapped.args = (f"{operation} on {self}: {mapped}",)
-        return mapped
+        return named(mapped, operation=operation, peer=str(self), node_id=self.node.node_id)
 
     def _silent(self, where: str, seconds: float) -> PeerLost:
         return PeerLost(f"{where}: no answer within {seconds:.0f} s", node_id=self.node.node_id)
-
-    async def _ended(self, call: StepCall, error: Exception | None, where: str) -> StagemeshError:
-        """Why a stream ended, as ours."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            return self._mapped(error, where)
-        code, details = await call.code(), await call.details()
-        return PeerLost(f"{where}: {code.name} {details}", node_id=self.node.node_id)
 
 
 class StepStream:
@@ -248,15 +235,20 @@ class StepStream:
         Raises:
             PeerLost: the stream is broken, or takes nothing for 10 s.
         """
-        where = f"send step {step.step_id} to {self._link}"
+        operation, node_id = f"send step {step.step_id}", self._link.node.node_id
         try:
             async with asyncio.timeout(_SEND_TIMEOUT_SECONDS):
                 await self._call.write(node_pb2.StepFrame(header=step_header_to_proto(step)))
         except TimeoutError as error:
             self._call.cancel()
-            raise self._link._silent(where, _SEND_TIMEOUT_SECONDS) from error
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._link._ended(self._call, error, where) from error
+            raise PeerLost(
+                f"{operation}: {self._link} took nothing for {_SEND_TIMEOUT_SECONDS:.0f} s",
+                node_id=node_id,
+            ) from error
+        except STREAM_ERRORS as error:
+            raise await why_ended(
+                self._call, error, operation=operation, peer=str(self._link), node_id=node_id
+            ) from error
 
     def close(self) -> None:
         """End the stream."""

@@ -4,15 +4,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import grpc
 import grpc.aio
 import torch
 
-from stagemesh.errors import PeerLost, ProtocolError
+from stagemesh.errors import PeerLost
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.codec import encode_parts
 from stagemesh.rpc.convert import our_version, step_header_to_proto
-from stagemesh.rpc.status import from_rpc_error
+from stagemesh.rpc.handshake import STREAM_ERRORS, shake_hands, why_ended
 from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
 from stagemesh.steps import StageTiming, Step
 
@@ -67,20 +66,14 @@ class NextStage:
         # Not called "async": protobuf's stub is typed for both, the channel decides.
         stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(self._channel)
         call = stub.RunSteps()
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await call.write(node_pb2.StepFrame(hello=self._hello))
-                ack = await call.read()
-        except TimeoutError as error:
-            call.cancel()
-            raise PeerLost(
-                f"{self._peer} did not accept the stream within {timeout_seconds:.1f} s",
-                node_id=self.node_id,
-            ) from error
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise await self._why(call, error, operation="link stages") from error
-        if not isinstance(ack, node_pb2.StepAck) or not ack.accepted:
-            raise await self._why(call, None, operation="link stages")
+        await shake_hands(
+            call,
+            node_pb2.StepFrame(hello=self._hello),
+            operation="link",
+            peer=self._peer,
+            node_id=self.node_id,
+            timeout_seconds=timeout_seconds,
+        )
         self._call = call
         return time.monotonic() - started
 
@@ -116,9 +109,15 @@ class NextStage:
                 f"(step {step.step_id})",
                 node_id=self.node_id,
             ) from error
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except STREAM_ERRORS as error:
             self._break(call)
-            raise await self._why(call, error, operation=f"send step {step.step_id}") from error
+            raise await why_ended(
+                call,
+                error,
+                operation=f"send step {step.step_id}",
+                peer=self._peer,
+                node_id=self.node_id,
+            ) from error
 
     @property
     def _peer(self) -> str:
@@ -129,25 +128,6 @@ class NextStage:
     ) -> None:
         call.cancel()
         self._call = None
-
-    async def _why(
-        self,
-        call: "grpc.aio.StreamStreamCall[node_pb2.StepFrame, node_pb2.StepAck]",
-        error: Exception | None,
-        *,
-        operation: str,
-    ) -> Exception:
-        """The error that ended the stream, as ours."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            return from_rpc_error(error, operation=operation, peer=self._peer)
-        if call.done():
-            code = await call.code()
-            detail = await call.details()
-            return PeerLost(
-                f"{operation}: {self._peer} ended the stream: {code.name} {detail}",
-                node_id=self.node_id,
-            )
-        return ProtocolError(f"{operation}: {self._peer} did not accept the stream")
 
     async def close(self) -> None:
         """End the stream and close the channel; idempotent."""
