@@ -113,6 +113,18 @@ def test_what_was_split_may_be_changed_in_place() -> None:
     run_ranks(2, run)
 
 
+def test_autograd_knows_what_was_reduced_in_place() -> None:
+    """The gradient of exp needs its result, which is gone."""
+
+    def run(group: ProcessGroup) -> None:
+        result = torch.ones(2, requires_grad=True).exp()
+        total = reduce_from_group(result, process_group=group, inplace=True).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total.backward()
+
+    run_ranks(2, run)
+
+
 def test_a_gradient_that_is_expanded_can_be_reduced() -> None:
     def run(group: ProcessGroup) -> torch.Tensor | None:
         x = torch.ones(3, requires_grad=True)
