@@ -1,6 +1,7 @@
 """A failure in one stage ends the step on all ranks, with the stage's name in each error."""
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -45,6 +46,9 @@ class AbortOnFailure:
             # A group that is over already must not hide why.
             with contextlib.suppress(CommError, NotReady):
                 group.abort(text)
+        # The other ranks of a Gloo group hear of the abort when the connections close, and those
+        # are held by the operations that it has ended, in cycles of their errors and tracebacks.
+        gc.collect()
         if isinstance(error, StagemeshError) or not isinstance(error, Exception):
             error.add_note(text)
             return
