@@ -118,9 +118,10 @@ def test_autograd_knows_what_was_reduced_in_place() -> None:
 
     def run(group: ProcessGroup) -> None:
         result = torch.ones(2, requires_grad=True).exp()
-        total = reduce_from_group(result, process_group=group, inplace=True).sum()
+        total = reduce_from_group(result, process_group=group, inplace=True)
+        assert total is result
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            total.backward()
+            total.sum().backward()
 
     run_ranks(2, run)
 
