@@ -80,9 +80,11 @@ def _sum_of_squares(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(grad, dtype=wide)
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=wide)
     # The squares within may have overflowed; to compute all in float64 would take twice the time.
-    return norm if norm.isfinite() else torch.linalg.vector_norm(grad, dtype=torch.float64)
+    if not norm.isfinite():
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return norm
 
 
 def _is_tensor_sharded(parameter: torch.Tensor) -> bool:
