@@ -77,6 +77,7 @@ class FsdpRuntime:
     def sync_gradients(self) -> None:
         """Reduce what was not."""
         for unit in self._units:
+            unit.awaits_gradients = False
             unit.collect()
         self._reducer.finish()
         self.reshard_all()
@@ -131,7 +132,7 @@ class FsdpRuntime:
             begin = partial(self._before_backward, unit, is_watched)
             register_multi_grad_hook(outputs, begin, mode="any")
         if not has_backward or (self._is_full_shard and not self._stays_whole(unit)):
-            unit.reshard()
+            self._release(unit)
         if unit.is_root:
             self._end_root_forward()
 
@@ -180,6 +181,7 @@ class FsdpRuntime:
     def _before_backward(self, unit: FsdpUnit, is_watched: bool, _: torch.Tensor) -> None:
         self._begin_backward()
         unit.unshard()
+        unit.is_entered = True
         if is_watched:
             unit.open_call()
         preceding = self._positions.get(unit, 0) - 1
@@ -225,13 +227,19 @@ class FsdpRuntime:
                 if self._is_syncing:
                     self._reducer.finish()
             for unit in self._units:
+                is_left = unit.is_entered and not unit.has_all_gradients
+                unit.awaits_gradients = not self._is_syncing and (unit.awaits_gradients or is_left)
                 if self._frees_in_backward or unit.is_gathering:
-                    unit.reshard()
+                    self._release(unit)
         finally:
             self._backward_id = _NO_BACKWARD
 
     def _release_if_done(self, unit: FsdpUnit) -> None:
         if unit.is_backward_done and self._frees_in_backward:
+            self._release(unit)
+
+    def _release(self, unit: FsdpUnit) -> None:
+        if not unit.awaits_gradients:
             unit.reshard()
 
     @property

@@ -37,6 +37,11 @@ class FsdpUnit:
         """A forward took part in autograd since the last reduction: a gradient is due."""
         self.is_collected = False
         """All gradients of the current backward are in the buffers."""
+        self.awaits_gradients = False
+        """A backward within `no_sync` has left parameters without their gradients: if it was the
+        first half of a split one, the second comes later and needs the unit whole."""
+        self.is_entered = False
+        """The current backward has come to the unit."""
         self.calls: list[bool] = []
         """Forwards that run: whether hooks on the inputs watch for the end of their backward."""
         self._open_calls = 0
@@ -77,6 +82,7 @@ class FsdpUnit:
     def begin_backward(self) -> None:
         """Forget the backward before this."""
         self.is_collected = False
+        self.is_entered = False
         self._open_calls = 0
         self._accumulated.clear()
 

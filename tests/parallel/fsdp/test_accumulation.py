@@ -10,6 +10,7 @@ from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.parallel.fsdp.config import ShardingStrategy
 from stagemesh.parallel.fsdp.fsdp import Fsdp
 from stagemesh.parallel.gradient_sync import GradientSync
+from stagemesh.parallel.pipeline.backward import backward_inputs
 from tests.parallel.fsdp.training import (
     STRATEGIES,
     batches,
@@ -142,6 +143,53 @@ def test_no_sync_reduces_nothing_and_keeps_parameters_with_zero_2() -> None:
     for full_shard, shard_grad_op in run_ranks(2, on_rank):
         assert full_shard == 0
         assert shard_grad_op >= sum(p.numel() for p in make_model().parameters()) * 4
+
+
+class Squares(nn.Module):
+    """Its weight's gradient needs the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.0, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.square()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backwards_in_two_halves(strategy: ShardingStrategy) -> None:
+    """As pipelines split them: the first for inputs only, the second, after others, for weights."""
+    inputs = [torch.randn(3, 12, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    def on_rank(group: ProcessGroup) -> dict[str, torch.Tensor]:
+        module = nn.Sequential(Squares(), Squares())
+        settings = config(
+            sharding_strategy=strategy,
+            flatten_parameters=False,
+            min_param_size=1,
+            wrap_policy=(Squares,),
+        )
+        model = Fsdp(module, process_group=group, config=settings)
+        with model.no_sync():
+            halves = []
+            for x in inputs:
+                leaf = x.clone().requires_grad_()
+                output = model(leaf)
+                halves.append(
+                    backward_inputs([output], gradients=[torch.ones_like(output)], inputs=[leaf])[1]
+                )
+            for half in halves:
+                half.run()
+        model.sync_gradients()
+        assert model.memory_stats().gathered_bytes == 0
+        return whole_gradients(model)
+
+    alone = nn.Sequential(Squares(), Squares())
+    for x in inputs:
+        alone(x).sum().backward()
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    for found in run_ranks(2, on_rank):
+        assert distance(found, expected) < 1e-6
 
 
 def test_an_optimizer_step_between_forwards_is_seen() -> None:
