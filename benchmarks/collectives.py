@@ -81,10 +81,10 @@ async def ranks(count: int) -> AsyncGenerator[list[RankProcess], None]:
             yield running
     finally:
         for process in processes:
-            await _end(process)
+            await end_process(process)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     """Let a rank end with its input, so that it removes its socket."""
     assert process.stdin is not None
     process.stdin.close()

@@ -14,9 +14,10 @@ _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class DataParallelConfig:
     """How gradients and buffers are shared; the same on all ranks."""
 
-    bucket_bytes: int = 25 * _MIB
-    """Gradients are reduced together until they are this large. Larger: fewer collectives;
-    smaller: they begin earlier."""
+    bucket_bytes: int = 8 * _MIB
+    """Gradients are reduced together until they are this large. Larger: fewer collectives; smaller:
+    they begin earlier, and what a collective allocates meanwhile is smaller. Of 4, 8, 12 and 25 MiB
+    this one took the least processor time over Gloo and gRPC."""
     first_bucket_bytes: int = _MIB
     """The same for the bucket that is ready first, so that communication begins early."""
     reduce_dtype: torch.dtype | None = None

@@ -166,15 +166,20 @@ def test_weights_for_some_micro_steps_only(is_weighted_first: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_abandoned_micro_steps_count_nothing(world_size: int) -> None:
-    def on_rank(group: ProcessGroup) -> float:
+    def on_rank(group: ProcessGroup) -> list[float]:
         model = DataParallel(Scalar(), process_group=group)
         with model.no_sync():
             model.backward(model(torch.tensor(1.0)), weight=100)
         model.zero_grad()
         model.backward(model(torch.tensor(3.0)), weight=1)
-        return model.module.grad
+        grads = [model.module.grad]
+        with model.no_sync():
+            model.backward(model(torch.tensor(1.0)), weight=100)
+        model.zero_grad()
+        model(torch.tensor(5.0)).backward()
+        return [*grads, model.module.grad]
 
-    assert run_ranks(world_size, on_rank) == [3.0] * world_size
+    assert run_ranks(world_size, on_rank) == [[3.0, 5.0]] * world_size
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 1])
