@@ -80,9 +80,12 @@ def _node_lines(
     start = 0
     for node, count in zip(nodes, wanted, strict=True):
         end = start + count
+        need = costs.stage_bytes(start, end)
+        lack = need - node.memory_bytes
         lines.append(
             f"  {node.node_id}: layers [{start}, {end}) by its share of memory require "
-            f"{_gib(costs.stage_bytes(start, end))}, available {_gib(node.memory_bytes)}"
+            f"{_gib(need)}, available {_gib(node.memory_bytes)}"
+            + (f": lacks {_gib(lack)} ({lack} bytes)" if lack > 0 else "")
         )
         start = end
     if len(lines) > _MAX_NODES_SHOWN:

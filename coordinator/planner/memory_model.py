@@ -15,67 +15,96 @@ layers:
 Every kind grows with the span and with the share, which the search relies on.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
+
 from coordinator.model_cost import ModelCost
 from coordinator.planner.plan import MemoryByKind
 from coordinator.planner.profiles import NodeProfile, Workload
-from coordinator.planner.spans import Span, step_tokens
+from coordinator.planner.spans import Ints, Spans, step_tokens
 
 _RESIDUAL_COPIES = 4
 _LOGIT_BYTES = 4
 
 
-def _share(num_bytes: int, part: int, whole: int) -> int:
-    return -(-num_bytes * part // whole)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What one rank takes, for each of some spans."""
+
+    weights: Ints
+    embedding_head: Ints
+    kv: Ints
+    activations: Ints
+    overhead: int
+
+    @property
+    def total(self) -> Ints:
+        """All kinds."""
+        return self.weights + self.embedding_head + self.kv + self.activations + self.overhead
+
+    def by_kind(self, index: int) -> MemoryByKind:
+        """Of one span."""
+        return MemoryByKind(
+            weights=int(self.weights[index]),
+            embedding_head=int(self.embedding_head[index]),
+            kv=int(self.kv[index]),
+            activations=int(self.activations[index]),
+            overhead=self.overhead,
+        )
 
 
 def rank_memory(
     model: ModelCost,
     *,
-    span: Span,
+    spans: Spans,
     workload: Workload,
     node: NodeProfile,
     kv_groups: int,
-    mlp_columns: int,
+    mlp_columns: Ints,
     num_ranks: int,
     streams: int,
-) -> MemoryByKind:
+) -> RankMemory:
     """What one rank takes.
 
     Args:
         model: the model.
-        span: the stage's layers.
+        spans: layers of the stage.
         workload: context and step sizes.
         node: whose overhead counts.
         kv_groups: the rank's.
-        mlp_columns: the rank's.
+        mlp_columns: the rank's, by span.
         num_ranks: ranks of the stage.
         streams: sequences of full length whose cache it holds.
     """
     tokens = workload.max_context_tokens * streams
-    kv = span.num_layers * model.kv_bytes_per_token_layer * tokens
-    return MemoryByKind(
-        weights=span.rest_bytes
-        + _share(span.attention_bytes, kv_groups, model.kv_groups)
-        + _share(span.mlp_bytes, mlp_columns, model.mlp_columns),
-        embedding_head=_share(span.ends_bytes, 1, num_ranks),
+    kv = spans.num_layers * (model.kv_bytes_per_token_layer * tokens)
+    attention = _share(spans.attention_bytes, kv_groups, model.kv_groups)
+    heads = (model.num_heads + 2 * model.kv_groups) * model.head_dim
+    row = _RESIDUAL_COPIES * model.hidden_size + -(-heads * kv_groups // model.kv_groups)
+    columns = mlp_columns * column_elements(model)
+    logits = _LOGIT_BYTES * model.vocab_size * streams
+    return RankMemory(
+        weights=spans.rest_bytes + attention + mlp_weight_bytes(model, spans, mlp_columns),
+        embedding_head=-(-spans.ends_bytes // num_ranks),
         kv=_share(kv, kv_groups, model.kv_groups),
-        activations=_activation_bytes(
-            model, workload, span=span, kv_groups=kv_groups, mlp_columns=mlp_columns
-        ),
+        activations=step_tokens(workload) * (row + columns) * model.element_bytes
+        + spans.is_last * logits,
         overhead=node.process_overhead_bytes,
     )
 
 
-def _activation_bytes(
-    model: ModelCost, workload: Workload, *, span: Span, kv_groups: int, mlp_columns: int
-) -> int:
-    heads = (model.num_heads + 2 * model.kv_groups) * model.head_dim
-    # A token's experts work on copies of it.
-    columns = 2 * mlp_columns * (model.experts_per_token if model.num_experts > 1 else 1)
+def mlp_weight_bytes(model: ModelCost, spans: Spans, mlp_columns: Ints) -> Ints:
+    """MLP weights of so many columns."""
+    return np.asarray(-(-spans.mlp_bytes * mlp_columns // model.mlp_columns), dtype=np.int64)
+
+
+def column_elements(model: ModelCost) -> int:
+    """Elements of a token's activations per MLP column: gate and up, for each expert it visits."""
     if not model.hidden_size:
         return 0
-    row = (
-        _RESIDUAL_COPIES * model.hidden_size + _share(heads, kv_groups, model.kv_groups) + columns
-    )
-    logits = _LOGIT_BYTES * model.vocab_size * workload.concurrency if span.is_last else 0
-    return step_tokens(workload) * row * model.element_bytes + logits
+    return 2 * (model.experts_per_token if model.num_experts > 1 else 1)
+
+
+def _share(num_bytes: Ints, part: int, whole: int) -> Ints:
+    return np.asarray(-(-num_bytes * part // whole), dtype=np.int64)

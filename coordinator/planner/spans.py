@@ -10,6 +10,7 @@ from coordinator.planner.profiles import Workload
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 def _prefix(values: tuple[int, ...]) -> Ints:
@@ -17,20 +18,23 @@ def _prefix(values: tuple[int, ...]) -> Ints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What layers [start, end) amount to."""
+class Spans:
+    """What some spans of layers [start, end) amount to; all arrays have one entry per span."""
 
-    num_layers: int
-    is_first: bool
-    is_last: bool
-    attention_bytes: int
+    num_layers: Ints
+    is_first: Bools
+    is_last: Bools
+    attention_bytes: Ints
     """Divided by KV groups."""
-    mlp_bytes: int
+    mlp_bytes: Ints
     """Divided by MLP columns."""
-    rest_bytes: int
+    rest_bytes: Ints
     """On every rank: norms, biases; the final norm on the last stage."""
-    ends_bytes: int
+    ends_bytes: Ints
     """Embedding and head, divided evenly over ranks."""
+
+    def __len__(self) -> int:
+        return len(self.num_layers)
 
 
 class ModelSpans:
@@ -38,29 +42,31 @@ class ModelSpans:
 
     def __init__(self, model: ModelCost) -> None:
         self.model = model
-        self.attention = _prefix(model.split_attention_bytes)
-        self.mlp = _prefix(model.split_mlp_bytes)
-        self.whole = _prefix(model.layer_bytes)
+        self._attention = _prefix(model.split_attention_bytes)
+        self._mlp = _prefix(model.split_mlp_bytes)
+        self._whole = _prefix(model.layer_bytes)
 
-    def span(self, start_layer: int, end_layer: int) -> Span:
-        """The sums of layers [start_layer, end_layer)."""
+    def spans(self, starts: Ints, ends: Ints) -> Spans:
+        """The sums of layers [start, end) for each pair."""
         model = self.model
-        is_first, is_last = start_layer == 0, end_layer == model.num_layers
-        attention = int(self.attention[end_layer] - self.attention[start_layer])
-        mlp = int(self.mlp[end_layer] - self.mlp[start_layer])
-        whole = int(self.whole[end_layer] - self.whole[start_layer])
-        ends = model.embedding_bytes if is_first else 0
-        if is_last and not (is_first and model.tied):
-            ends += model.head_bytes
-        return Span(
-            num_layers=end_layer - start_layer,
+        is_first, is_last = starts == 0, ends == model.num_layers
+        attention = self._attention[ends] - self._attention[starts]
+        mlp = self._mlp[ends] - self._mlp[starts]
+        whole = self._whole[ends] - self._whole[starts]
+        has_head = is_last & ~(is_first & model.tied)
+        return Spans(
+            num_layers=ends - starts,
             is_first=is_first,
             is_last=is_last,
             attention_bytes=attention,
             mlp_bytes=mlp,
-            rest_bytes=whole - attention - mlp + (model.norm_bytes if is_last else 0),
-            ends_bytes=ends,
+            rest_bytes=whole - attention - mlp + is_last * model.norm_bytes,
+            ends_bytes=is_first * model.embedding_bytes + has_head * model.head_bytes,
         )
+
+    def one(self, start_layer: int, end_layer: int) -> Spans:
+        """A single span."""
+        return self.spans(np.array([start_layer]), np.array([end_layer]))
 
 
 def expert_share(model: ModelCost, *, rows: float) -> float:
@@ -69,7 +75,8 @@ def expert_share(model: ModelCost, *, rows: float) -> float:
     Each token visits k of E experts; with independent choices an expert stays unread by all rows
     with probability (1 - k/E)^rows.
     """
-    return 1.0 - (1.0 - model.experts_per_token / model.num_experts) ** rows
+    unread: float = (1.0 - model.experts_per_token / model.num_experts) ** rows
+    return 1.0 - unread
 
 
 def step_tokens(workload: Workload) -> int:

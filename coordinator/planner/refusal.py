@@ -1,0 +1,96 @@
+"""What to tell a person when nothing fits: who lacks how many bytes, and what would fit."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from coordinator.model_cost import ModelCost, NodeCapacity
+from coordinator.placement_advice import Demand, explain_misfit
+from coordinator.planner.memory_model import rank_memory
+from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
+from coordinator.planner.replicas import ReplicaSearch
+from coordinator.planner.spans import ModelSpans
+from coordinator.shares import even_out, proportional_counts
+
+_ANY_SPEED = 1.0
+
+
+def explain_refusal(
+    model: ModelCost,
+    *,
+    cluster: ClusterProfile,
+    workload: Workload,
+    constraints: Constraints,
+    set_aside: Mapping[str, str],
+) -> str:
+    """The message of a refused placement; each piece of advice was tried and fits."""
+    demand = Demand(
+        model=model,
+        max_context_tokens=workload.max_context_tokens,
+        concurrency=workload.concurrency,
+    )
+    most = constraints.num_stages or constraints.max_stages or len(cluster.nodes)
+    by_memory = sorted(range(len(cluster.nodes)), key=lambda i: -cluster.nodes[i].memory_bytes)[
+        : min(most, model.num_layers)
+    ]
+    nodes = [_capacity(model, cluster, i, workload) for i in sorted(by_memory)]
+    wanted = proportional_counts(
+        model.num_layers, even_out([max(1, node.memory_bytes) for node in nodes])
+    )
+
+    def would_fit(other: Demand) -> bool:
+        asked = replace(
+            workload,
+            objective="latency",
+            max_context_tokens=other.max_context_tokens,
+            prompt_tokens=min(workload.prompt_tokens, other.max_context_tokens),
+            concurrency=other.concurrency,
+        )
+        return _fits(other.model, cluster=cluster, workload=asked, constraints=constraints)
+
+    lines = [explain_misfit(demand, nodes=nodes, wanted=wanted, would_fit=would_fit)]
+    lines += [f"  not used: {name}: {reason}" for name, reason in sorted(set_aside.items())[:16]]
+    if constraints.pinned or constraints.num_stages or constraints.is_order_fixed:
+        lines.append("constraints (stages, pinned layers, order) were kept; fewer may fit")
+    return "\n".join(lines)
+
+
+def _fits(
+    model: ModelCost, *, cluster: ClusterProfile, workload: Workload, constraints: Constraints
+) -> bool:
+    """Whether any plan fits, whatever its speed."""
+    speed = {model.dtype: _ANY_SPEED}
+    nodes = tuple(
+        replace(node, stream_bytes_per_second=speed, flops_per_second=speed)
+        for node in cluster.nodes
+    )
+    search = ReplicaSearch(
+        model,
+        cluster=replace(cluster, nodes=nodes),
+        workload=workload,
+        constraints=replace(constraints, max_replicas=1),
+    )
+    members = range(len(nodes))
+    if len(nodes) <= search.exact_limit:
+        return search.exact(members, streams=workload.concurrency) is not None
+    return search.heuristic(members, streams=workload.concurrency) is not None
+
+
+def _capacity(
+    model: ModelCost, cluster: ClusterProfile, index: int, workload: Workload
+) -> NodeCapacity:
+    """What a node has for weights and KV cache once the rest is taken off."""
+    node = cluster.nodes[index]
+    memory = rank_memory(
+        model,
+        spans=ModelSpans(model).one(0, model.num_layers),
+        workload=workload,
+        node=node,
+        kv_groups=model.kv_groups,
+        mlp_columns=np.array([model.mlp_columns]),
+        num_ranks=1,
+        streams=workload.concurrency,
+    )
+    rest = int(memory.activations[0]) + memory.overhead
+    return NodeCapacity(node_id=node.node_id, memory_bytes=max(0, node.memory_bytes - rest))
