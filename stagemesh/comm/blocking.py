@@ -1,6 +1,7 @@
 """The life of a blocking group: its loop, its sub-groups, its end. Operations: process_group."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -10,7 +11,7 @@ from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.work import Work
-from stagemesh.errors import ConfigError, NotReady
+from stagemesh.errors import ConfigError, NotReady, StagemeshError
 
 # Beside the deadline that each operation keeps by itself; only a loop that hangs needs it.
 _LOOP_MARGIN_SECONDS = 10.0
@@ -62,6 +63,7 @@ class BlockingGroup:
         self._members = tuple(members)
         self._on_close = on_close
         self._num_subgroups = 0
+        self._subgroups: weakref.WeakSet[BlockingGroup] = weakref.WeakSet()
         self._is_closed = False
 
     @property
@@ -88,6 +90,11 @@ class BlockingGroup:
     def timeout_seconds(self) -> float:
         """Deadline of an operation that sets none of its own."""
         return self._group.timeout_seconds
+
+    @property
+    def members(self) -> tuple[PeerAddress, ...]:
+        """All ranks, in rank order."""
+        return self._members
 
     @property
     def async_group(self) -> AsyncGroup:
@@ -129,10 +136,20 @@ class BlockingGroup:
             ),
             timeout=seconds + _LOOP_MARGIN_SECONDS,
         )
-        return type(self)(group, loop=self._loop, opener=self._opener, members=members)
+        made = type(self)(group, loop=self._loop, opener=self._opener, members=members)
+        self._subgroups.add(made)
+        return made
 
     def abort(self, cause: str) -> None:
-        """End the group on all ranks: what waits in it raises GroupAborted with the cause."""
+        """End the group on all ranks: what waits in it raises GroupAborted with the cause.
+
+        So do the sub-groups that this rank has made of it, for who waits in one of them.
+        """
+        for group in list(self._subgroups):
+            if not group._is_closed:
+                # One that has ended already must not keep the others from it.
+                with contextlib.suppress(StagemeshError):
+                    group.abort(cause)
         self._loop.run(self._group.abort(cause), timeout=_END_SECONDS)
 
     def close(self) -> None:
