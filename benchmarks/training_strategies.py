@@ -5,16 +5,20 @@ To add one: two classes with a `step`, and an entry in STRATEGIES.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.training_model import batch, loss_of, make_model, make_optimizer
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.parallel.data.data_parallel import DataParallel
+from stagemesh.parallel.pipeline import PipelineParallel, even_counts, split_sequential
 
 FLOOR = 1.15
 """Our step time over backend gloo by the peer's, at most."""
@@ -73,6 +77,64 @@ def _torch_data_parallel() -> Trainer:
     return ReplicaTrainer(model, rank=dist.get_rank(), size=dist.get_world_size())
 
 
+MICROBATCHES = 4
+"""Of a pipeline's batch."""
+
+
+class StageTrainer:
+    """A stage of the model on each rank."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        *,
+        run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        self._run = run
+        self._optimizer = make_optimizer(list(stage.parameters()))
+
+    def step(self, index: int) -> float | None:
+        """As Trainer."""
+        self._optimizer.zero_grad()
+        loss = self._run(*batch(index))
+        self._optimizer.step()
+        return None if loss is None else float(loss)
+
+
+def _stage(rank: int, size: int) -> nn.Module:
+    model = make_model()
+    return split_sequential(model, counts=even_counts(len(model), num_stages=size))[rank]
+
+
+def _pipeline(group: ProcessGroup, *, schedule: str) -> Trainer:
+    stage = _stage(group.rank, group.size)
+    pipeline = PipelineParallel(
+        stage,
+        process_group=group,
+        num_microbatches=MICROBATCHES,
+        schedule=schedule,
+        loss_fn=loss_of,
+    )
+    return StageTrainer(stage, run=lambda tokens, targets: pipeline.step(tokens, targets).loss)
+
+
+def _torch_pipeline(schedule: Callable[..., Any]) -> Trainer:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = _stage(rank, size)
+    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    pipeline = schedule(stage, MICROBATCHES, loss_fn=loss_of)
+
+    def run(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        if rank == 0:
+            pipeline.step(tokens)
+            return None
+        losses: list[torch.Tensor] = []
+        pipeline.step(target=targets, losses=losses)
+        return torch.stack(losses).detach().mean()
+
+    return StageTrainer(module, run=run)
+
+
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
         "dp": Strategy(
@@ -80,6 +142,18 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
             peer_title="DistributedDataParallel",
             make=_data_parallel,
             make_peer=_torch_data_parallel,
+        ),
+        "pp_gpipe": Strategy(
+            title="PipelineParallel, gpipe",
+            peer_title="ScheduleGPipe",
+            make=partial(_pipeline, schedule="gpipe"),
+            make_peer=partial(_torch_pipeline, schedule=ScheduleGPipe),
+        ),
+        "pp_1f1b": Strategy(
+            title="PipelineParallel, 1F1B",
+            peer_title="Schedule1F1B",
+            make=partial(_pipeline, schedule="one_f_one_b"),
+            make_peer=partial(_torch_pipeline, schedule=Schedule1F1B),
         ),
     }
 )
