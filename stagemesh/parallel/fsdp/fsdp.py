@@ -22,9 +22,9 @@ All ranks must run the same units in the same order (FULL_SHARD, SHARD_GRAD_OP) 
 equally often. A trained parameter without a gradient on any rank gets zeros, if its unit ran.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -203,6 +203,10 @@ class Fsdp(nn.Module):
     def reset_peak_memory(self) -> None:
         """Measure `peak_gathered_bytes` anew from now on."""
         self._meter.reset_peak()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Where `to`, `half`, `cuda` and their kin end up: refused, they would part the shards."""
+        raise ConfigError("cast or move the module before it is wrapped, not the Fsdp")
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:

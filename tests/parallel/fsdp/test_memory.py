@@ -188,3 +188,23 @@ def test_offloaded_shards_train_alike() -> None:
         return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
     assert run_ranks(2, on_rank) == [True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("is_flattened", [True, False])
+def test_offloaded_shards_are_in_host_memory(is_flattened: bool) -> None:
+    def on_rank(group: ProcessGroup) -> float:
+        module = make_model().cuda()
+        originals = list(module.parameters())
+        settings = config(cpu_offload=True, flatten_parameters=is_flattened)
+        model = Fsdp(module, process_group=group, config=settings)
+        loss = loss_of(model, batches(1)[0].cuda())
+        loss.backward()
+        assert all(p.is_cpu and p.grad.is_cpu for p in model.parameters())
+        assert all(p.is_cuda for p in originals)
+        torch.optim.Adam(model.parameters()).step()
+        return loss.item()
+
+    expected = loss_of(make_model(), batches(1)[0]).item()
+    assert run_ranks(2, on_rank) == pytest.approx([expected] * 2, rel=1e-4)

@@ -154,6 +154,16 @@ def test_wrapping_twice_is_refused() -> None:
     assert "already" in run_ranks(1, on_rank)[0]
 
 
+def test_casting_a_wrapped_module_is_refused() -> None:
+    def on_rank(group: ProcessGroup) -> None:
+        model = wrap(group)
+        for cast in (model.half, model.double, lambda: model.to("meta")):
+            with pytest.raises(ConfigError, match="before it is wrapped"):
+                cast()
+
+    run_ranks(1, on_rank)
+
+
 @pytest.mark.parametrize("is_flattened", [True, False])
 def test_all_ranks_get_the_values_of_rank_0(is_flattened: bool) -> None:
     def on_rank(group: ProcessGroup) -> dict[str, torch.Tensor]:
