@@ -248,6 +248,8 @@ def _file_names(token: str, rank: int) -> tuple[str, str]:
 def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     # Copies: safetensors refuses views that share memory.
     save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, path)
+    # It makes files for their owner alone; whoever may read the folder may read what is in it.
+    path.chmod(path.parent.stat().st_mode & 0o666)
     sync_path(path)
 
 

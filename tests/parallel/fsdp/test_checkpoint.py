@@ -123,6 +123,7 @@ def test_loaded_parameters_replace_gathered_ones(tmp_path: Path) -> None:
 
 
 def test_the_file_of_the_whole_model(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
     path = tmp_path / "model.safetensors"
     path.write_text("old")
 
@@ -131,6 +132,7 @@ def test_the_file_of_the_whole_model(tmp_path: Path) -> None:
 
     run_ranks(3, on_rank)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o644
     state = load_file(path)
     expected = make_model(seed=0).state_dict()
     assert expected.keys() - state.keys() == {"head.weight"}
