@@ -30,7 +30,7 @@ SOURCES = sorted(
 THREAD_BORDERS = {
     "node/executor.py": "loop to the device's compute thread",
     "stagemesh/comm/comm_loop.py": "compute threads to the loop, and the loop's own thread",
-    "stagemesh/comm/gloo_group.py": "Gloo's calls block: a thread for each group",
+    "stagemesh/comm/torch_engine.py": "torch's calls block: a thread for each group",
     "stagemesh/comm/gloo_opener.py": "and so does connecting",
     "stagemesh/comm/gloo_transport.py": "and its store",
     "stagemesh/rpc/codec.py": "packing large tensors off the loop",

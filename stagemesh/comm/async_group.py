@@ -14,13 +14,10 @@ input and an output differ). "Moves" is what one rank sends, without the agreeme
 collective begins with: R - 1 messages of about 100 bytes.
 """
 
-import math
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 
-from stagemesh.comm import movement, reductions
 from stagemesh.comm.arguments import (
     check_absent,
     check_list,
@@ -30,25 +27,14 @@ from stagemesh.comm.arguments import (
     rows_per_rank,
     split_rows,
 )
-from stagemesh.comm.collectives import CollectiveCall
-from stagemesh.comm.raw import check_writable, empty_like, flat_bytes, write
+from stagemesh.comm.message_group import MessageGroup
+from stagemesh.comm.raw import empty_like
 from stagemesh.comm.reduce import ReduceOp
-from stagemesh.comm.runner import OperationRunner
-from stagemesh.comm.tasks import WaitingRanks
-from stagemesh.comm.transport import MAX_USER_TAG, Envelope, TensorSpec, Transport
-from stagemesh.errors import CollectiveMismatch, ConfigError
-from stagemesh.rpc.codec import check_sendable
-
-DEFAULT_DIRECT_BYTES = 256 * 1024
-"""Up to this size what a rank has for another travels in the agreement: one hop."""
-
-DEFAULT_MESSAGE_BYTES = 2 * 2**20
-"""Size of the messages of what is larger; at 1 MiB an all-reduce of 64 MB took more CPU time."""
-
-_ResultT = TypeVar("_ResultT")
+from stagemesh.comm.transport import TensorSpec
+from stagemesh.errors import ConfigError
 
 
-class AsyncGroup:
+class AsyncGroup(MessageGroup):
     """One rank's view of a group. Loop-bound.
 
     All ranks must call the collectives in the same order. Several may be under way at once: their
@@ -66,130 +52,10 @@ class AsyncGroup:
         GroupAborted        the group was aborted or is broken
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        group_id: str,
-        timeout_seconds: float,
-        direct_bytes: int = DEFAULT_DIRECT_BYTES,
-        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
-    ) -> None:
-        """Make the group of a transport; nothing is sent yet.
-
-        Args:
-            transport: this rank's end; it carries rank, size and incarnation.
-            group_id: the name in errors.
-            timeout_seconds: deadline of every operation that sets none of its own.
-            direct_bytes: what is larger does not travel in the agreement. Equal on all ranks.
-            chunk_bytes: message size of what is larger. Equal on all ranks.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        if not 0 < timeout_seconds < math.inf:
-            raise ConfigError(f"timeout_seconds must be positive, got {timeout_seconds}")
-        if direct_bytes < 0 or chunk_bytes < 1:
-            raise ConfigError(
-                f"direct_bytes must be >= 0 and chunk_bytes >= 1, got {direct_bytes}, {chunk_bytes}"
-            )
-        self._transport = transport
-        self._direct_bytes = direct_bytes
-        self._chunk_bytes = chunk_bytes
-        self._runner = OperationRunner(
-            transport, group_id=group_id, timeout_seconds=timeout_seconds
-        )
-
-    @property
-    def rank(self) -> int:
-        """This rank, in [0, size)."""
-        return self._transport.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._transport.size
-
-    @property
-    def group_id(self) -> str:
-        """Name of the group in errors."""
-        return self._runner.group_id
-
-    @property
-    def incarnation(self) -> int:
-        """Version of the group; messages of older ones are dropped."""
-        return self._transport.mailbox.incarnation
-
-    @property
-    def timeout_seconds(self) -> float:
-        """Deadline of an operation that sets none of its own."""
-        return self._runner.timeout_seconds
-
-    async def send(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
-    ) -> None:
-        """Send a tensor to a rank. Its memory may be reused when this returns. Moves N."""
-        self._check_peer(peer, tag)
-        check_sendable(tensor)
-        waiting = WaitingRanks()
-
-        async def work() -> None:
-            with waiting.on(peer):
-                await self._transport.send(
-                    peer, envelope=Envelope(tag=tag, operation="send"), tensor=tensor
-                )
-
-        await self._runner.run(f"send to rank {peer}", work(), waiting=waiting, timeout=timeout)
-
-    async def recv(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
-    ) -> None:
-        """Receive into a tensor of the dtype and shape that the peer sends.
-
-        A tensor that does not fit is dropped, and the buffer stays as it was, so that the next send
-        and receive match again.
-
-        Raises:
-            CollectiveMismatch: it does not fit; naming both dtypes and shapes.
-        """
-        check_writable(tensor, name="tensor")
-        expected = TensorSpec.of(tensor)
-        received = await self.recv_tensor(peer=peer, tag=tag, expected=expected, timeout=timeout)
-        write(tensor, [flat_bytes(received)])
-
-    async def recv_tensor(
-        self,
-        *,
-        peer: int,
-        tag: int = 0,
-        expected: TensorSpec | None = None,
-        timeout: float | None = None,
-    ) -> torch.Tensor:
-        """Receive a tensor into memory of its own; of any dtype and shape unless `expected` is set.
-
-        Raises:
-            CollectiveMismatch: see `recv`.
-        """
-        self._check_peer(peer, tag)
-        waiting = WaitingRanks()
-
-        async def work() -> torch.Tensor:
-            with waiting.on(peer):
-                return (await self._transport.mailbox.get(peer, tag)).tensor
-
-        operation = f"recv from rank {peer}"
-        tensor = await self._runner.run(operation, work(), waiting=waiting, timeout=timeout)
-        if expected is not None and TensorSpec.of(tensor) != expected:
-            raise CollectiveMismatch(
-                f"{operation} (tag {tag}) in group {self.group_id}: rank {self.rank} expects "
-                f"{expected}, rank {peer} sent {TensorSpec.of(tensor)}"
-            )
-        return tensor
-
     async def barrier(self, *, timeout: float | None = None) -> None:
         """Return when all ranks have called it. Moves nothing."""
-        call = self._begin("barrier", None)
-        await self._finish(call, movement.barrier(call), timeout)
+        call = self._begin("barrier", None, timeout=timeout)
+        await self._finish(call, self._engine.barrier(call))
 
     async def broadcast(
         self, tensor: torch.Tensor, *, src: int, timeout: float | None = None
@@ -204,8 +70,8 @@ class AsyncGroup:
         """
         check_root(src, name="src", size=self.size)
         check_tensor(tensor, is_written=self.rank != src)
-        call = self._begin(f"broadcast[src={src}]", tensor)
-        await self._finish(call, movement.broadcast(call, tensor, src=src), timeout)
+        call = self._begin(f"broadcast[src={src}]", tensor, timeout=timeout)
+        await self._finish(call, self._engine.broadcast(call, tensor, src=src))
         return tensor
 
     async def all_reduce(
@@ -227,8 +93,8 @@ class AsyncGroup:
             ConfigError: the dtype does not support the op; on each rank.
         """
         check_tensor(tensor, is_written=True)
-        call = self._begin("all_reduce", tensor, op=op)
-        await self._finish(call, reductions.all_reduce(call, tensor, op=op), timeout)
+        call = self._begin("all_reduce", tensor, op=op, timeout=timeout)
+        await self._finish(call, self._engine.all_reduce(call, tensor, op=op))
         return tensor
 
     async def reduce(
@@ -245,8 +111,8 @@ class AsyncGroup:
         """
         check_root(dst, name="dst", size=self.size)
         check_tensor(tensor, is_written=self.rank == dst)
-        call = self._begin(f"reduce[dst={dst}]", tensor, op=op)
-        await self._finish(call, reductions.reduce_to_one(call, tensor, op=op, dst=dst), timeout)
+        call = self._begin(f"reduce[dst={dst}]", tensor, op=op, timeout=timeout)
+        await self._finish(call, self._engine.reduce(call, tensor, op=op, dst=dst))
         return tensor
 
     async def reduce_scatter(
@@ -360,8 +226,8 @@ class AsyncGroup:
             if outputs is None:
                 outputs = [empty_like(tensor) for _ in range(self.size)]
             check_list(outputs, name="outputs", like=tensor, size=self.size, is_written=True)
-        call = self._begin(f"gather[dst={dst}]", tensor)
-        await self._finish(call, movement.gather(call, outputs or (), tensor, dst=dst), timeout)
+        call = self._begin(f"gather[dst={dst}]", tensor, timeout=timeout)
+        await self._finish(call, self._engine.gather(call, outputs or (), tensor, dst=dst))
         return outputs
 
     async def gather_variable(
@@ -396,8 +262,8 @@ class AsyncGroup:
             check_list(inputs or (), name="inputs", like=tensor, size=self.size)
         else:
             check_absent(inputs, name="inputs", root=src)
-        call = self._begin(f"scatter[src={src}]", tensor)
-        await self._finish(call, movement.scatter(call, tensor, inputs or (), src=src), timeout)
+        call = self._begin(f"scatter[src={src}]", tensor, timeout=timeout)
+        await self._finish(call, self._engine.scatter(call, tensor, inputs or (), src=src))
         return tensor
 
     async def all_to_all(
@@ -437,17 +303,6 @@ class AsyncGroup:
         await self._all_to_all("all_to_all_single", outputs, inputs, timeout)
         return output
 
-    async def abort(self, cause: str) -> None:
-        """End the group here and, as far as they can be reached, on all ranks.
-
-        All pending and later operations raise GroupAborted with the cause. May be called again.
-        """
-        await self._runner.abort(cause)
-
-    async def close(self) -> None:
-        """Leave the group: later operations raise, and the peers find this rank gone."""
-        await self._transport.close()
-
     async def _reduce_scatter(
         self,
         operation: str,
@@ -458,9 +313,9 @@ class AsyncGroup:
     ) -> torch.Tensor:
         check_tensor(output, name="output", is_written=True)
         check_list(inputs, name="inputs", like=output, size=self.size)
-        call = self._begin(operation, output, op=op)
-        work = reductions.reduce_scatter(call, output, inputs, op=op)
-        await self._finish(call, work, timeout)
+        call = self._begin(operation, output, op=op, timeout=timeout)
+        work = self._engine.reduce_scatter(call, output, inputs, op=op)
+        await self._finish(call, work)
         return output
 
     async def _all_gather(
@@ -471,8 +326,8 @@ class AsyncGroup:
         timeout: float | None,
     ) -> Sequence[torch.Tensor]:
         check_tensor(tensor)
-        call = self._begin(operation, tensor)
-        await self._finish(call, movement.all_gather(call, outputs, tensor), timeout)
+        call = self._begin(operation, tensor, timeout=timeout)
+        await self._finish(call, self._engine.all_gather(call, outputs, tensor))
         return outputs
 
     async def _gather_variable(
@@ -481,9 +336,9 @@ class AsyncGroup:
         check_tensor(tensor)
         if not tensor.dim():
             raise ConfigError("a variable gather needs at least one dim, got a 0-d tensor")
-        call = self._begin(operation, tensor, has_free_dim=True)
-        work = movement.gather_variable(call, tensor, receivers=receivers)
-        return await self._finish(call, work, timeout)
+        call = self._begin(operation, tensor, has_free_dim=True, timeout=timeout)
+        work = self._engine.gather_variable(call, tensor, receivers=receivers)
+        return await self._finish(call, work)
 
     async def _all_to_all(
         self,
@@ -495,51 +350,5 @@ class AsyncGroup:
         check_one_dtype(outputs, inputs, size=self.size)
         # The shapes are compared apart, pair by pair; the call names the number of elements.
         total = TensorSpec(dtype=inputs[0].dtype, shape=(sum(t.numel() for t in inputs),))
-        call = self._begin(operation, total, has_free_dim=True)
-        await self._finish(call, movement.all_to_all(call, outputs, inputs), timeout)
-
-    def _begin(
-        self,
-        operation: str,
-        called_with: torch.Tensor | TensorSpec | None,
-        *,
-        op: ReduceOp | None = None,
-        has_free_dim: bool = False,
-    ) -> CollectiveCall:
-        self._runner.check_usable()
-        spec = TensorSpec.of(called_with) if isinstance(called_with, torch.Tensor) else called_with
-        envelope = Envelope(
-            tag=0,
-            operation=operation,
-            sequence=self._runner.next_sequence(),
-            reduce_op=op,
-            called_with=spec,
-        )
-        return CollectiveCall(
-            group_id=self.group_id,
-            transport=self._transport,
-            envelope=envelope,
-            waiting=WaitingRanks(),
-            direct_bytes=self._direct_bytes,
-            chunk_bytes=self._chunk_bytes,
-            has_free_dim=has_free_dim,
-        )
-
-    async def _finish(
-        self,
-        call: CollectiveCall,
-        work: Coroutine[Any, Any, _ResultT],
-        timeout: float | None,
-    ) -> _ResultT:
-        return await self._runner.run_collective(
-            call.envelope.operation, work, waiting=call.waiting, timeout=timeout
-        )
-
-    def _check_peer(self, peer: int, tag: int) -> None:
-        self._runner.check_usable()
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ConfigError(
-                f"peer must be another rank in [0, {self.size}), got {peer} on rank {self.rank}"
-            )
-        if not 0 <= tag <= MAX_USER_TAG:
-            raise ConfigError(f"tag must be in [0, {MAX_USER_TAG}], got {tag}")
+        call = self._begin(operation, total, has_free_dim=True, timeout=timeout)
+        await self._finish(call, self._engine.all_to_all(call, outputs, inputs))

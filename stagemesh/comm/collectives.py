@@ -42,6 +42,8 @@ class CollectiveCall:
     """What a rank has for a peer travels in the agreement up to this size. Equal on all ranks."""
     chunk_bytes: int
     """Message size of what is larger. Equal on all ranks."""
+    seconds: float
+    """Its deadline, from its begin."""
     has_free_dim: bool = False
     """The first dim may differ between the ranks."""
 

@@ -19,11 +19,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from stagemesh.comm.async_group import AsyncGroup
-from stagemesh.comm.gloo_group import GlooGroup
 from stagemesh.comm.gloo_transport import GlooTransport
 from stagemesh.comm.gloo_wire import GlooWire, translated
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.tcp_store import first_line
+from stagemesh.comm.torch_engine import TorchEngine
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost
 from stagemesh.rpc.address import split_address
 
@@ -124,11 +124,12 @@ class GlooOpener:
         wire = await asyncio.to_thread(
             self._connect, store, rank=rank, size=len(members), timeout_seconds=timeout_seconds
         )
-        return GlooGroup(
-            wire,
-            transport=GlooTransport(wire, store=store, incarnation=incarnation),
+        transport = GlooTransport(wire, store=store, incarnation=incarnation)
+        return AsyncGroup(
+            transport,
             group_id=group_id,
             timeout_seconds=timeout_seconds,
+            engine=TorchEngine(wire, transport=transport),
         )
 
     async def leave_group(self, group: AsyncGroup) -> None:

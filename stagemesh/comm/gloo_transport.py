@@ -1,4 +1,7 @@
-"""What a Gloo group needs of a transport: abort and incarnation. Tensors go by Gloo itself."""
+"""What a group over torch.distributed needs of a transport: abort and incarnation.
+
+Tensors go by torch itself.
+"""
 
 import asyncio
 import contextlib
@@ -7,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from stagemesh.comm.gloo_wire import GlooWire
+from stagemesh.comm.gloo_wire import Wire
 from stagemesh.comm.mailbox import Mailbox
 from stagemesh.comm.transport import Envelope, Message
 from stagemesh.errors import CommError
@@ -19,21 +22,21 @@ _LOOK_SECONDS = 1.5
 class GlooTransport:
     """One rank's end. No message comes into its mailbox; an abort does."""
 
-    def __init__(self, wire: GlooWire, *, store: Store, incarnation: int) -> None:
-        """Wrap a connected wire; `store` is the group's own part of the store."""
-        self._wire = wire
+    def __init__(self, *wires: Wire, store: Store, incarnation: int) -> None:
+        """Wrap connected wires; `store` is the group's own part of the store."""
+        self._wires = wires
         self._store = store
         self._mailbox: Mailbox[Message] = Mailbox(incarnation=incarnation)
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._wire.rank
+        return self._wires[0].rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._wire.size
+        return self._wires[0].size
 
     @property
     def mailbox(self) -> Mailbox[Message]:
@@ -65,13 +68,18 @@ class GlooTransport:
     async def close(self) -> None:
         """Leave: the others find this rank gone."""
         self._mailbox.abort(f"rank {self.rank} has left the group")
-        await asyncio.to_thread(self._wire.abort)
+        await asyncio.to_thread(self.cut)
+
+    def cut(self) -> None:
+        """Cut all connections. Blocks."""
+        for wire in self._wires:
+            wire.abort()
 
     def _notify(self, cause: str) -> None:
         # Without the store the others hear no cause, but still lose this rank.
         with contextlib.suppress(dist.DistError):
             self._store.set(_ABORT_KEY, f"rank {self.rank} aborted the group: {cause}")
-        self._wire.abort()
+        self.cut()
 
     def _look(self) -> str:
         with contextlib.suppress(dist.DistError):

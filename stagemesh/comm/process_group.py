@@ -34,10 +34,15 @@ class ProcessGroup(BlockingGroup):
         self.isend(tensor, peer=peer, tag=tag, timeout=timeout).wait()
 
     def recv(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
-    ) -> None:
-        """Receive into a tensor."""
-        self.irecv(tensor, peer=peer, tag=tag, timeout=timeout).wait()
+        self,
+        tensor: torch.Tensor,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> int:
+        """Receive into a tensor, without a peer from any rank; gives the rank that sent it."""
+        return self.irecv(tensor, peer=peer, tag=tag, timeout=timeout).wait()
 
     def isend(
         self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
@@ -47,17 +52,34 @@ class ProcessGroup(BlockingGroup):
         return self._start("send", call, timeout=timeout)
 
     def irecv(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
-    ) -> Work[None]:
-        """Begin to receive into a tensor."""
+        self,
+        tensor: torch.Tensor,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> Work[int]:
+        """Begin to receive into a tensor; the Work gives the rank that sent it."""
         call = self._group.recv(tensor, peer=peer, tag=tag, timeout=timeout)
         return self._start("recv", call, timeout=timeout)
 
     def recv_tensor(
-        self, *, peer: int, tag: int = 0, timeout: float | None = None, async_op: bool = False
+        self,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
     ) -> Any:
-        """Receive a tensor of any dtype and shape."""
+        """Receive a tensor of any dtype and shape, without a peer from any rank."""
         call = self._group.recv_tensor(peer=peer, tag=tag, timeout=timeout)
+        return self._call("recv", call, timeout=timeout, async_op=async_op)
+
+    def recv_any(
+        self, *, tag: int = 0, timeout: float | None = None, async_op: bool = False
+    ) -> Any:
+        """Receive a tensor of any dtype and shape from any rank; gives rank and tensor."""
+        call = self._group.recv_any(tag=tag, timeout=timeout)
         return self._call("recv", call, timeout=timeout, async_op=async_op)
 
     def all_reduce(

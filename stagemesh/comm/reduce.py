@@ -105,7 +105,7 @@ def reduce_in_order(parts: Sequence[torch.Tensor], *, op: ReduceOp) -> torch.Ten
     dtype = parts[0].dtype
     check_reducible(dtype, op)
     if len(parts) == 1:
-        return own_copy(parts[0])
+        return own_copy(parts[0], keep_device=True)
     if dtype == torch.bool:
         return reduce(_COMBINE_BOOL[op], parts)
     if dtype in _SIGNED:

@@ -86,7 +86,7 @@ class _Host:
             self._loop.close()
             raise
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> "concurrent.futures.Future[None]":
+    def submit(self, work: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
         return self._loop.submit(work)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -177,7 +177,7 @@ class _Lease:
     def callbacks(self) -> concurrent.futures.Executor:
         return self._host.callbacks
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> "concurrent.futures.Future[None]":
+    def submit(self, work: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
         return self._host.submit(work)
 
     def leave(self, group: AsyncGroup) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagemesh.errors import ConfigError
 from stagemesh.torch_backend.arguments import flat, only, reduce_op_of, seconds_of, writable
 from stagemesh.torch_backend.group_base import MeshGroupBase
 from stagemesh.torch_backend.work import MeshWork
@@ -222,9 +221,6 @@ class MeshProcessGroup(MeshGroupBase):
         return self.start("recv", self.group.recv(tensor, peer=peer, tag=tag), tensors)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> MeshWork:
-        """Refused: messages are taken by their source.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("the backend stagemesh receives from a named rank only; pass src=")
+        """Receive what arrives first with the tag, from whichever rank of the group."""
+        tensor = writable(only(tensors))
+        return self.start("recv", self.group.recv(tensor, tag=tag), tensors)

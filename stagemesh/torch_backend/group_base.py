@@ -28,7 +28,7 @@ class GroupHost(Protocol):
     def callbacks(self) -> concurrent.futures.Executor:
         """Where callbacks of futures run."""
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+    def submit(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         """Start a coroutine on the loop thread; those of one caller start in order."""
 
     def leave(self, group: AsyncGroup) -> None:
@@ -106,9 +106,9 @@ class MeshGroupBase(ProcessGroup):
         return self.start(operation, in_turn(), outputs)
 
     def start(
-        self, operation: str, work: Coroutine[Any, Any, None], outputs: Sequence[torch.Tensor]
+        self, operation: str, work: Coroutine[Any, Any, Any], outputs: Sequence[torch.Tensor]
     ) -> MeshWork:
-        """Start an operation at once."""
+        """Start an operation at once; a receive gives the rank that sent."""
         return MeshWork(
             self._host.submit(work),
             outputs=outputs,

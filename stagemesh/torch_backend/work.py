@@ -4,13 +4,14 @@ import concurrent.futures
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import Work
 
-from stagemesh.errors import CollectiveTimeout, GroupAborted
+from stagemesh.errors import CollectiveTimeout, GroupAborted, NotReady
 
-Pending = concurrent.futures.Future[None]
+Pending = concurrent.futures.Future[Any]
 
 # What torch's C++ side passes for "no limit of its own".
 _NO_TIMEOUT = timedelta(0)
@@ -30,7 +31,7 @@ class MeshWork(Work):
         """Make the handle of an operation.
 
         Args:
-            pending: ends with the operation.
+            pending: ends with the operation; that of a receive with the rank that sent.
             outputs: the tensors that hold its result then.
             operation: its name in errors.
             callbacks: where callbacks of the future run. Not on the loop thread: they may start
@@ -81,6 +82,19 @@ class MeshWork(Work):
     def result(self) -> list[torch.Tensor]:
         """The tensors that hold the result."""
         return self._outputs
+
+    def source_rank(self) -> int:
+        """Which rank sent what was received.
+
+        Raises:
+            NotReady: it has not ended, or is no receive.
+        """
+        source = self._pending.result() if self._pending.done() else None
+        if not isinstance(source, int):
+            raise NotReady(f"{self._operation} has no source: it has not ended, or is no receive")
+        return source
+
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the outputs. Its callbacks run on a thread of their own."""

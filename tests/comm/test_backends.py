@@ -16,7 +16,7 @@ from stagemesh.comm.backends import GroupConfig, init_process_group
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.gloo_opener import serve_store
 from stagemesh.comm.process_group import ProcessGroup
-from stagemesh.comm.reduce import ReduceOp
+from stagemesh.comm.reduce import ReduceOp, reduce_in_order
 from stagemesh.comm.rendezvous import AddressList, Rendezvous, SharedFolder
 from stagemesh.errors import CollectiveTimeout, CommError, ConfigError, PeerLost
 from tests.comm.test_rendezvous import free_port, store_meeting, together
@@ -66,6 +66,53 @@ def test_all_backends_give_the_same_bits(dtype: torch.dtype, shape: tuple[int, .
     assert len(first[2]) == 2 + SIZE
     for other in others:
         assert other == first
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_gloo_gives_large_tensors_our_bits_in_each_operation(size: int, dtype: torch.dtype) -> None:
+    """Some segments and a rest, which the ranks do not divide."""
+    rows = 9 * 2**20 // dtype.itemsize // 6 * 6 + 6
+    parts = [random_bytes(rank, dtype, rows) for rank in range(size)]
+    ops = [ReduceOp.SUM, ReduceOp.MAX, *([ReduceOp.AVG] if dtype.is_floating_point else [])]
+
+    def run(group: ProcessGroup) -> Any:
+        mine, last = parts[group.rank], size - 1
+        given = {f"all_reduce {op.name}": group.all_reduce(mine[1:].clone(), op=op) for op in ops}
+        given["reduce"] = group.reduce(mine[1:].clone(), dst=last)
+        given["reduce_scatter"] = group.reduce_scatter_tensor(mine[: rows // size].clone(), mine)
+        lists = [mine[: rows // size].clone() for _ in range(size)]
+        given["scattered"] = group.scatter(
+            lists[0].clone(),
+            src=0,
+            inputs=list(mine.split(rows // size)) if not group.rank else None,
+        )
+        inputs = [piece.clone() for piece in mine.split(rows // size)]
+        group.reduce_scatter(lists[0], inputs)
+        given["reduce_scatter of a list"] = lists[0]
+        whole = torch.zeros(size * rows, dtype=dtype)
+        # In place: the input is a piece of the output, that of another rank on most.
+        whole[:rows] = mine
+        given["all_gather"] = group.all_gather_tensor(whole, whole[:rows])
+        given["broadcast"] = group.broadcast(mine.clone(), src=last)
+        return given
+
+    results = run_ranks(size, run, backend="gloo")
+    total, last = reduce_in_order(parts, op=ReduceOp.SUM), size - 1
+    for rank, given in enumerate(results):
+        piece = slice(rank * (rows // size), (rank + 1) * (rows // size))
+        wanted = {
+            f"all_reduce {op.name}": reduce_in_order([part[1:] for part in parts], op=op)
+            for op in ops
+        }
+        wanted["reduce"] = total[1:] if rank == last else parts[rank][1:]
+        wanted["reduce_scatter"] = wanted["reduce_scatter of a list"] = total[piece]
+        wanted["scattered"] = parts[0][piece]
+        wanted["all_gather"] = torch.cat(parts)
+        wanted["broadcast"] = parts[last]
+        assert given.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(given[name], tensor), (name, rank)
 
 
 def test_a_difference_would_be_seen() -> None:

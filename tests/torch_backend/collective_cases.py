@@ -100,7 +100,16 @@ def point_to_point(rank: int, size: int) -> Tensors:
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     dist.barrier()
-    return {"got": got, "both": both}
+    anyone, sources = torch.zeros(size - 1, 5), []
+    if rank == 0:
+        sources = [dist.recv(row) for row in anyone]
+        # Whoever came first; what counts is that row and source belong together.
+        anyone = anyone[torch.tensor(sources).argsort()]
+    else:
+        dist.send(sent, dst=0)
+    dist.barrier()
+    told = torch.tensor(sorted(sources))
+    return {"got": got, "both": both, "anyone": anyone, "sources": told}
 
 
 def objects(rank: int, size: int) -> Tensors:

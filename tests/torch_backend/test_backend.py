@@ -19,6 +19,7 @@ from stagemesh.errors import (
     CollectiveTimeout,
     ConfigError,
     GroupAborted,
+    NotReady,
     PeerLost,
 )
 from stagemesh.rpc.unix_socket import host_id
@@ -174,9 +175,17 @@ def test_reductions_without_meaning_are_refused_at_the_call(pair, op, dtype, mes
         pair[0].allreduce([torch.zeros(2, dtype=dtype)], options)
 
 
-def test_receives_from_any_rank_are_refused(pair):
-    with pytest.raises(ConfigError, match="pass src="):
-        pair[0].recv_anysource([torch.zeros(1)], 0)
+def test_a_receive_from_any_rank_tells_which(pair):
+    received = torch.zeros(1)
+    work = pair[0].recv_anysource([received], 4)
+    with pytest.raises(NotReady, match="has not ended"):
+        work.source_rank()
+    sent = pair[1].send([ones(1)], 0, 4)
+    assert work.wait(timedelta(seconds=10))
+    assert (work._source_rank(), received.item()) == (1, 1.0)
+    assert sent.wait(timedelta(seconds=10))
+    with pytest.raises(NotReady, match="no receive"):
+        sent.source_rank()
 
 
 def test_a_rank_that_never_comes_is_named():

@@ -1,0 +1,238 @@
+"""The part of AsyncGroup that is no collective: its life, messages, and how a call begins."""
+
+import math
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import torch
+
+from stagemesh.comm.collectives import CollectiveCall
+from stagemesh.comm.engine import Engine, MeshEngine
+from stagemesh.comm.raw import check_writable, flat_bytes, write
+from stagemesh.comm.reduce import ReduceOp
+from stagemesh.comm.runner import OperationRunner
+from stagemesh.comm.tasks import WaitingRanks
+from stagemesh.comm.transport import MAX_USER_TAG, Envelope, TensorSpec, Transport
+from stagemesh.errors import CollectiveMismatch, ConfigError
+from stagemesh.rpc.codec import check_sendable
+
+DEFAULT_DIRECT_BYTES = 256 * 1024
+"""Up to this size what a rank has for another travels in the agreement: one hop."""
+
+DEFAULT_MESSAGE_BYTES = 2 * 2**20
+"""Size of the messages of what is larger; at 1 MiB an all-reduce of 64 MB took more CPU time."""
+
+
+_ResultT = TypeVar("_ResultT")
+
+
+class MessageGroup:
+    """What a group has beside its collectives. Loop-bound; see AsyncGroup."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        group_id: str,
+        timeout_seconds: float,
+        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
+        engine: Engine | None = None,
+    ) -> None:
+        """Make the group of a transport; nothing is sent yet.
+
+        Args:
+            transport: this rank's end; it carries rank, size and incarnation.
+            group_id: the name in errors.
+            timeout_seconds: deadline of every operation that sets none of its own.
+            direct_bytes: what is larger does not travel in the agreement. Equal on all ranks.
+            chunk_bytes: message size of what is larger. Equal on all ranks.
+            engine: carries out the operations; without one our own algorithms over the transport.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        if not 0 < timeout_seconds < math.inf:
+            raise ConfigError(f"timeout_seconds must be positive, got {timeout_seconds}")
+        if direct_bytes < 0 or chunk_bytes < 1:
+            raise ConfigError(
+                f"direct_bytes must be >= 0 and chunk_bytes >= 1, got {direct_bytes}, {chunk_bytes}"
+            )
+        self._transport = transport
+        self._engine: Engine = MeshEngine(transport) if engine is None else engine
+        self._direct_bytes = direct_bytes
+        self._chunk_bytes = chunk_bytes
+        self._runner = OperationRunner(
+            transport, group_id=group_id, timeout_seconds=timeout_seconds
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank, in [0, size)."""
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._transport.size
+
+    @property
+    def group_id(self) -> str:
+        """Name of the group in errors."""
+        return self._runner.group_id
+
+    @property
+    def incarnation(self) -> int:
+        """Version of the group; messages of older ones are dropped."""
+        return self._transport.mailbox.incarnation
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Deadline of an operation that sets none of its own."""
+        return self._runner.timeout_seconds
+
+    async def send(
+        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
+    ) -> None:
+        """Send a tensor to a rank. Its memory may be reused when this returns. Moves N."""
+        self._check_peer(peer, tag)
+        check_sendable(tensor)
+        waiting = WaitingRanks()
+        work = self._engine.send(tensor, peer=peer, tag=tag, waiting=waiting)
+        await self._run_message(f"send to rank {peer}", work, waiting, timeout)
+
+    async def recv(
+        self,
+        tensor: torch.Tensor,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> int:
+        """Receive into a tensor of the dtype and shape that the peer sends; returns its rank.
+
+        Without a peer from any: what arrives first with the tag. A tensor that does not fit is
+        dropped, and the buffer stays as it was, so that the next send and receive match again.
+
+        Raises:
+            CollectiveMismatch: it does not fit; naming both dtypes and shapes.
+            PeerLost: the peer is lost; without a peer, all others are.
+        """
+        check_writable(tensor, name="tensor")
+        expected = TensorSpec.of(tensor)
+        source, received = await self._receive(peer, tag, expected, timeout)
+        write(tensor, [flat_bytes(received)])
+        return source
+
+    async def recv_tensor(
+        self,
+        *,
+        peer: int | None = None,
+        tag: int = 0,
+        expected: TensorSpec | None = None,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """Receive a tensor into memory of its own; of any dtype and shape unless `expected` is set.
+
+        Raises:
+            CollectiveMismatch, PeerLost: see `recv`.
+        """
+        return (await self._receive(peer, tag, expected, timeout))[1]
+
+    async def recv_any(
+        self,
+        *,
+        tag: int = 0,
+        expected: TensorSpec | None = None,
+        timeout: float | None = None,
+    ) -> tuple[int, torch.Tensor]:
+        """As `recv_tensor` from any rank, with the rank that sent it.
+
+        Raises:
+            CollectiveMismatch, PeerLost: see `recv`.
+        """
+        return await self._receive(None, tag, expected, timeout)
+
+    async def abort(self, cause: str) -> None:
+        """End the group here and, as far as they can be reached, on all ranks.
+
+        All pending and later operations raise GroupAborted with the cause. May be called again.
+        """
+        await self._runner.abort(cause)
+
+    async def close(self) -> None:
+        """Leave the group: later operations raise, and the peers find this rank gone."""
+        await self._transport.close()
+        await self._engine.close()
+
+    async def _receive(
+        self, peer: int | None, tag: int, expected: TensorSpec | None, timeout: float | None
+    ) -> tuple[int, torch.Tensor]:
+        self._check_peer(peer, tag)
+        operation = "recv from any rank" if peer is None else f"recv from rank {peer}"
+        waiting = WaitingRanks()
+        work = self._engine.receive(peer=peer, tag=tag, waiting=waiting)
+        source, tensor = await self._run_message(operation, work, waiting, timeout)
+        if expected is not None and TensorSpec.of(tensor) != expected:
+            raise CollectiveMismatch(
+                f"{operation} (tag {tag}) in group {self.group_id}: rank {self.rank} expects "
+                f"{expected}, rank {source} sent {TensorSpec.of(tensor)}"
+            )
+        return source, tensor
+
+    async def _run_message(
+        self,
+        operation: str,
+        work: Coroutine[Any, Any, _ResultT],
+        waiting: WaitingRanks,
+        timeout: float | None,
+    ) -> _ResultT:
+        can_break = self._engine.messages_can_break
+        run = self._runner.run_collective if can_break else self._runner.run
+        return await run(operation, work, waiting=waiting, timeout=timeout)
+
+    def _check_peer(self, peer: int | None, tag: int) -> None:
+        self._runner.check_usable()
+        if peer is None and self.size == 1:
+            raise ConfigError("a group of one rank has nobody to receive from")
+        if peer is not None and (not 0 <= peer < self.size or peer == self.rank):
+            raise ConfigError(
+                f"peer must be another rank in [0, {self.size}), got {peer} on rank {self.rank}"
+            )
+        if not 0 <= tag <= MAX_USER_TAG:
+            raise ConfigError(f"tag must be in [0, {MAX_USER_TAG}], got {tag}")
+
+    def _begin(
+        self,
+        operation: str,
+        called_with: torch.Tensor | TensorSpec | None,
+        *,
+        timeout: float | None,
+        op: ReduceOp | None = None,
+        has_free_dim: bool = False,
+    ) -> CollectiveCall:
+        """A collective takes its place in the order of the calls."""
+        self._runner.check_usable()
+        spec = TensorSpec.of(called_with) if isinstance(called_with, torch.Tensor) else called_with
+        envelope = Envelope(
+            tag=0,
+            operation=operation,
+            sequence=self._runner.next_sequence(),
+            reduce_op=op,
+            called_with=spec,
+        )
+        return CollectiveCall(
+            group_id=self._runner.group_id,
+            transport=self._transport,
+            envelope=envelope,
+            waiting=WaitingRanks(),
+            direct_bytes=self._direct_bytes,
+            chunk_bytes=self._chunk_bytes,
+            seconds=self._runner.timeout_seconds if timeout is None else timeout,
+            has_free_dim=has_free_dim,
+        )
+
+    async def _finish(self, call: CollectiveCall, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
+        return await self._runner.run_collective(
+            call.envelope.operation, work, waiting=call.waiting, timeout=call.seconds
+        )
