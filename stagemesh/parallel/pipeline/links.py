@@ -5,6 +5,7 @@ held until its send has ended. A message is found by its tag, which says the pro
 messages of one tag keep their order, so steps follow each other without a barrier.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
@@ -15,6 +16,10 @@ from stagemesh.comm.work import Work
 from stagemesh.parallel.pipeline.payload import Payload, read_payload
 from stagemesh.schedule.actions import Action, Product, moved_by, receiver_of
 from stagemesh.schedule.schedule import Schedule
+
+_MAX_SENDS = 32
+"""Messages that may be on their way at once; more wait for the oldest. That a rank may wait so
+without a deadlock is what the order of the schedule's transfers is for."""
 
 
 class Links:
@@ -34,7 +39,7 @@ class Links:
         self._schedule = schedule
         self._send_seconds = send_seconds
         self._receives: dict[Product, Work[torch.Tensor]] = {}
-        self._sends: list[tuple[Work[None], torch.Tensor]] = []
+        self._sends: deque[tuple[Work[None], torch.Tensor]] = deque()
 
     def begin_receive(self, action: Action) -> None:
         """Begin to receive the first message of what a receive action moves."""
@@ -57,10 +62,17 @@ class Links:
         return read_payload(first, read_next=read_next)
 
     def begin_send(self, product: Product, payload: Payload) -> None:
-        """Begin to send a product to the rank that needs it."""
-        self._sends = [(work, held) for work, held in self._sends if not work.is_completed()]
+        """Begin to send a product to the rank that needs it.
+
+        Raises:
+            CommError: an earlier send failed.
+        """
+        while self._sends and self._sends[0][0].is_completed():
+            self._end_oldest()
         peer = self._schedule.stage_ranks[receiver_of(product)]
         for message in payload.messages():
+            if len(self._sends) == _MAX_SENDS:
+                self._end_oldest()
             work = self._group.isend(
                 message, peer=peer, tag=self._tag(product), timeout=self._send_seconds
             )
@@ -70,11 +82,15 @@ class Links:
         """Wait until all sends have ended.
 
         Raises:
-            CommError: one failed.
+            CommError: one failed, or its receiver does not go on.
         """
-        for work, _ in self._sends:
-            work.wait()
-        self._sends = []
+        while self._sends:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        # They end one after the other as the receiver goes on, so the group's deadline is for each.
+        work, _ = self._sends.popleft()
+        work.wait(self._group.timeout_seconds)
 
     def __enter__(self) -> Self:
         return self

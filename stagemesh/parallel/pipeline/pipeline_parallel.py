@@ -207,10 +207,10 @@ class PipelineParallel(nn.Module):
         Raises:
             NotReady: there was no forward in grad mode, or its backward was done.
         """
+        if not self._has_forward:
+            raise NotReady("backward() needs a forward() in grad mode before it")
+        self._has_forward = False
         with self._guard() as guard:
-            if not self._has_forward:
-                raise NotReady("backward() needs a forward() in grad mode before it")
-            self._has_forward = False
             if self._tied is not None:
                 self._tied.begin_step()
             feed = Feed(gradients=self._cut_gradients(grad_outputs))

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from stagemesh.comm.process_group import ProcessGroup
-from stagemesh.errors import ConfigError, GroupAborted, NotReady, ProtocolError, StageFailed
+from stagemesh.errors import (
+    CommError,
+    ConfigError,
+    GroupAborted,
+    NotReady,
+    ProtocolError,
+    StageFailed,
+)
 from stagemesh.parallel.pipeline import PipelineParallel
 from stagemesh.parallel.pipeline.payload import NO_SAMPLES, Payload, payload_of, read_payload
 from stagemesh.schedule.builders import one_f_one_b, zero_bubble
@@ -283,6 +290,51 @@ def test_a_rank_that_does_not_come_is_missed_at_the_deadline() -> None:
         return "raised"
 
     assert run_ranks(2, run, timeout_seconds=1.0)[0] == "raised"
+
+
+def test_a_rank_that_stops_receiving_is_missed_at_the_deadline() -> None:
+    # The last rank's last gradient: over Gloo its send ends only with the receive.
+    def run(group: ProcessGroup) -> Any:
+        pipeline = PipelineParallel(
+            nn.Linear(2, 2),
+            process_group=group,
+            num_microbatches=1,
+            schedule="gpipe",
+            loss_fn=nn.functional.mse_loss,
+        )
+        if group.rank == 0:
+            group.isend(torch.ones(1, 1, 2), peer=1).wait()  # its activation, and no more
+            time.sleep(2)
+            return None
+        began = time.perf_counter()
+        with pytest.raises(CommError, match="has not ended in 1 s"):
+            pipeline.step(torch.ones(1, 2), torch.ones(1, 2))
+        return time.perf_counter() - began
+
+    assert 1 < run_ranks(2, run, backend="gloo", timeout_seconds=1.0)[1] < 1.9
+
+
+@pytest.mark.parametrize("backend", ["local", "grpc", "gloo"])
+def test_more_microbatches_than_messages_may_be_on_their_way(backend: str) -> None:
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.002)
+            return x
+
+    def run(group: ProcessGroup) -> Any:
+        pipeline = PipelineParallel(
+            (nn.Linear(2, 2), Slow())[group.rank],
+            process_group=group,
+            num_microbatches=80,
+            schedule="gpipe",
+            loss_fn=nn.functional.mse_loss,
+        )
+        batch = torch.ones(80, 2)
+        return [pipeline.step(batch, batch, share_loss=True).loss.item() for _ in range(2)]
+
+    (first, again), other = run_ranks(2, run, backend=backend)
+    assert [first, again] == other
+    assert first == again
 
 
 @pytest.mark.parametrize(
