@@ -1,9 +1,9 @@
 """What no plan can beat: bounds from relaxed problems, whatever found the plan.
 
-Relaxed is: layers may be cut anywhere, a node may be any stage and every hop is the best there is.
-Let w be the bytes that a step reads of the layers' weights and keys, W their sum, and q_u = seconds
-per byte of node u, overheads per layer included. Tensor-parallel ranks read at most as fast as all
-of them together.
+Relaxed is: a node may be any stage, its layers need not follow each other, and every hop is the
+best there is. Let w be the bytes that a step reads of the layers' weights and keys, W their sum,
+and q_u = seconds per byte of node u, overheads per layer included. Tensor-parallel ranks read at
+most as fast as all of them together.
 
     latency     Without TP a node takes at most the bytes that its memory holds, and costs its step
                 overhead and a hop before the first one. Spreading that over all it can hold is
@@ -168,8 +168,11 @@ class LowerBound:
         low, high = 0.0, float(steps.max() + need * per_byte.max())
         for _ in range(60):
             middle = (low + high) / 2
-            done = np.clip((middle - steps) / per_byte, 0, caps).sum()
-            low, high = (low, middle) if done >= need else (middle, high)
+            done = (middle - steps) / per_byte
+            if self._constraints.max_tp_degree == 1:
+                done = np.minimum(done, _whole(done / float(reads.min())) * float(reads.max()))
+            is_enough = np.clip(done, 0, caps).sum() >= need
+            low, high = (low, middle) if is_enough else (middle, high)
         return low
 
     def _reads(self, shape: StepShape) -> Floats:
@@ -199,9 +202,17 @@ class LowerBound:
             [node.memory_bytes - node.process_overhead_bytes for node in self._nodes],
             dtype=np.float64,
         )
-        return np.clip(room * float((reads / held).max()), 0, float(reads.sum()))
+        most = room * float((reads / held).max())
+        if self._constraints.max_tp_degree == 1:
+            most = np.minimum(most, _whole(room / float(held.min())) * float(reads.max()))
+        return np.clip(most, 0, float(reads.sum()))
 
     def _head_seconds(self, shape: StepShape) -> float:
         ranks = self._constraints.max_tp_degree
         dtype, size = self._model.dtype, float(self._model.head_bytes)
         return min(size / node.stream_bytes_per_second[dtype] / ranks for node in self._nodes)
+
+
+def _whole(layers: Floats) -> Floats:
+    """Whole layers; a little generous, so that rounding leaves the bound one."""
+    return np.floor(layers + 1e-9)

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.planner.chain import NO_RECORD, Chain, ChainTable, StageCounts, limited
 from coordinator.planner.spans import Floats, Ints
 from coordinator.planner.step_times import StepShape, message_bytes
-from coordinator.planner.units import Unit, UnitCosts, Ways
+from coordinator.planner.units import StageMatrices, Unit, Ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class OrderedSearch:
         order: units; those of a chain do not overlap and keep the order.
     """
 
-    def __init__(self, costs: UnitCosts, ways: Ways, order: Sequence[Placed]) -> None:
+    def __init__(self, costs: StageMatrices, ways: Ways, order: Sequence[Placed]) -> None:
         self._costs = costs
         self._ways = ways
         self._order = sorted(order, key=lambda placed: (placed.start, placed.end))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.model_cost import ModelCost
-from coordinator.planner.candidates import select_nodes
+from coordinator.planner.candidates import Selection, select_nodes
 from coordinator.planner.optimise import Candidate
 from coordinator.planner.plan import PlacementPlan, PlanResult, ReplicaPlan
 from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
@@ -79,19 +79,40 @@ def plan_placement(
             )
         )
     plan = spell_out(search, found, model=model, workload=workload)
-    timer = TimeModel(model, cluster=selection.cluster, workload=workload)
-    bound = search.bound(range(len(selection.cluster.nodes))).value(allowed=search.allowed)
+    return explain(
+        plan,
+        search=search,
+        model=model,
+        selection=selection,
+        workload=workload,
+        is_exact=found.is_exact,
+    )
+
+
+def explain(
+    plan: PlacementPlan,
+    *,
+    search: ReplicaSearch,
+    model: ModelCost,
+    selection: Selection,
+    workload: Workload,
+    is_exact: bool,
+) -> PlanResult:
+    """A plan with its prediction, a bound and the reasons of the nodes that it leaves out."""
+    cluster = selection.cluster
+    timer = TimeModel(model, cluster=cluster, workload=workload)
     value = objective_value(plan.replicas, timer=timer, workload=workload)
+    bound = value
+    if not is_exact:
+        bound = min(value, search.bound(range(len(cluster.nodes))).value(allowed=search.allowed))
     return PlanResult(
         plan=plan,
-        prediction=predict(plan, model=model, cluster=selection.cluster, workload=workload),
+        prediction=predict(plan, model=model, cluster=cluster, workload=workload),
         unused=selection.reasons
-        | explain_unused(
-            plan, search=search, timer=timer, workload=workload, cluster=selection.cluster
-        ),
-        is_exact=found.is_exact,
+        | explain_unused(plan, search=search, timer=timer, workload=workload, cluster=cluster),
+        is_exact=is_exact,
         objective_value=value,
-        lower_bound=value if found.is_exact else min(bound, value),
+        lower_bound=bound,
     )
 
 

@@ -13,7 +13,7 @@ from coordinator.planner.chain import ChainSearch, StageCounts
 from coordinator.planner.lower_bound import LowerBound
 from coordinator.planner.optimise import Candidate, Optimiser
 from coordinator.planner.ordered import OrderedSearch
-from coordinator.planner.orders import node_orders
+from coordinator.planner.orders import Order, node_orders
 from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
 from coordinator.planner.rank_shares import can_divide
 from coordinator.planner.subsets import SubsetSearch
@@ -49,7 +49,7 @@ class ReplicaSearch:
         self._cluster = cluster
         self._workload = workload
         self._constraints = constraints
-        self._ways = Ways(cluster)
+        self.ways = Ways(cluster)
         self._costs: dict[int, UnitCosts] = {}
         ranks = range(constraints.max_tp_degree, 0, -1)
         self.max_ranks = next((r for r in ranks if can_divide(model, r)), 1)
@@ -102,6 +102,22 @@ class ReplicaSearch:
             )
         return self._costs[streams]
 
+    def groups(self, members: Sequence[int]) -> list[Unit]:
+        """All units that nodes can form."""
+        sizes = range(1, min(self.max_ranks, len(members)) + 1)
+        return [group for size in sizes for group in combinations(members, size)]
+
+    def orders(self, members: Sequence[int]) -> list[Order]:
+        """Orders that the heuristic tries."""
+        return node_orders(
+            self._cluster.nodes,
+            members,
+            dtype=self._model.dtype,
+            constraints=self._constraints,
+            num_layers=self._model.num_layers,
+            max_ranks=self.max_ranks,
+        )
+
     def bound(self, members: Sequence[int]) -> LowerBound:
         """What no plan on these nodes can beat."""
         nodes = tuple(self._cluster.nodes[i] for i in members)
@@ -118,8 +134,8 @@ class ReplicaSearch:
         """The best pipeline over any of a few nodes, in any order."""
         search = SubsetSearch(
             self.costs(streams),
-            self._ways,
-            list(_groups(members, self.max_ranks)),
+            self.ways,
+            self.groups(members),
             is_order_fixed=self._constraints.is_order_fixed,
         )
         return self._optimiser(members, streams).best(search, below=below)
@@ -129,15 +145,8 @@ class ReplicaSearch:
     ) -> Candidate | None:
         """The best pipeline along any of the orders."""
         best: Candidate | None = None
-        for order in node_orders(
-            self._cluster.nodes,
-            members,
-            dtype=self._model.dtype,
-            constraints=self._constraints,
-            num_layers=self._model.num_layers,
-            max_ranks=self.max_ranks,
-        ):
-            search: ChainSearch = OrderedSearch(self.costs(streams), self._ways, order)
+        for order in self.orders(members):
+            search: ChainSearch = OrderedSearch(self.costs(streams), self.ways, order)
             found = self._optimiser(members, streams).best(search, below=below)
             if found is not None:
                 best, below = found, found.value
@@ -146,7 +155,7 @@ class ReplicaSearch:
     def _optimiser(self, members: Sequence[int], streams: int) -> Optimiser:
         return Optimiser(
             self.costs(streams),
-            self._ways,
+            self.ways,
             bound=self.bound(members),
             allowed=self.allowed,
             most_stages=min(len(members), self._model.num_layers),
@@ -164,11 +173,6 @@ def joint_value(values: Sequence[float], *, objective: str) -> float:
     if objective == "latency":
         return max(values)
     return 1.0 / sum(1.0 / value for value in values)
-
-
-def _groups(members: Sequence[int], max_ranks: int) -> Iterator[Unit]:
-    for size in range(1, min(max_ranks, len(members)) + 1):
-        yield from combinations(members, size)
 
 
 def exact_replicas(

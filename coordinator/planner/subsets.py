@@ -12,7 +12,7 @@ import numpy as np
 from coordinator.planner.chain import NO_RECORD, Chain, ChainTable, StageCounts, limited
 from coordinator.planner.spans import Floats
 from coordinator.planner.step_times import StepShape, message_bytes
-from coordinator.planner.units import Unit, UnitCosts, Ways
+from coordinator.planner.units import StageMatrices, Unit, Ways
 
 
 class SubsetSearch:
@@ -26,7 +26,7 @@ class SubsetSearch:
     """
 
     def __init__(
-        self, costs: UnitCosts, ways: Ways, units: Sequence[Unit], *, is_order_fixed: bool
+        self, costs: StageMatrices, ways: Ways, units: Sequence[Unit], *, is_order_fixed: bool
     ) -> None:
         self._costs = costs
         self._ways = ways

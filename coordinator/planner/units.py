@@ -7,6 +7,7 @@ stage does not fit or the user does not want it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -38,6 +39,17 @@ class _Shapes:
     """Different ones."""
     index: Ints
     """[start, end] -> which of them; -1 below the diagonal."""
+
+
+class StageMatrices(Protocol):
+    """What a search needs to know of units."""
+
+    model: ModelCost
+    """The model."""
+
+    def matrix(self, unit: Unit, shape: StepShape) -> Floats:
+        """Cost by [start, end] of a step, infinite where a stage is not possible."""
+        ...
 
 
 class UnitCosts:
@@ -85,6 +97,12 @@ class UnitCosts:
                 self._by_unit.clear()
             self._matrices[key] = np.where(self._allowed(pins), seconds, np.inf)
         return self._matrices[key]
+
+    def shares(self, unit: Unit, shape: StepShape) -> tuple[Ints, Ints]:
+        """KV groups and MLP columns by [start, end, rank], as `matrix` prices them."""
+        index = np.maximum(self._shapes.index, 0)
+        shared = self._stages(unit, shape)
+        return shared.kv_groups[index], shared.mlp_columns[index]
 
     def stage(self, unit: Unit, start_layer: int, end_layer: int, shape: StepShape) -> StagePlan:
         """The stage that `matrix` priced."""
