@@ -192,6 +192,9 @@ def _write_rest(part: Path, training: TrainStep, position: Position) -> None:
     ):
         (part / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     save_file({"cpu": torch.get_rng_state()}, part / _RNG_NAME)
+    for path in part.glob("*.safetensors"):
+        # safetensors makes files for their owner alone; whoever serves it may be another user.
+        path.chmod((part / STATE_NAME).stat().st_mode)
 
 
 def _is_tied(training: TrainStep) -> bool:

@@ -1,0 +1,271 @@
+"""Train a language model over the mesh: a small Llama from scratch, or one that there is.
+
+    python examples/train_lm.py --launch 4 --dp 2 --pp 2 --fsdp
+    torchrun --nproc-per-node 2 examples/train_lm.py --tp 2
+    python examples/train_lm.py --launch 2 --pp 2 --model smollm2-135m-instruct --steps 5
+
+The text is Python's own reference manual. The run's folder gets checkpoints that a coordinator
+serves, the history of the losses, and a picture of it. docs/training.md says more.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from coordinator.text.gguf_tokenizer import build_gguf_tokenizer
+from coordinator.text.metadata import text_metadata
+from stagemesh.cli_support import guarded, log_options
+from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.errors import ConfigError, NotReady, UnsupportedModel
+from stagemesh.model_spec import load_model_spec
+from stagemesh.topology import Topology
+from stagemesh.training.checkpoint_folder import latest_checkpoint
+from stagemesh.training.config import TrainConfig, check_model
+from stagemesh.training.data import split_tokens
+from stagemesh.training.history import HistoryEntry
+from stagemesh.training.jobs import Job, fine_tune_job, fresh_job, small_llama
+from stagemesh.training.launch import (
+    MEETING_VARIABLE,
+    check_parent,
+    describe_failures,
+    join_world,
+    launch_ranks,
+    world_size_of,
+)
+from stagemesh.training.run import RunConfig, RunResult, run_training
+
+FRESH = "fresh"
+HELD_OUT = 0.05
+
+
+@click.command()
+@click.option("--launch", type=int, help="Start so many ranks on this machine, without torchrun.")
+@click.option("--dp", type=int, help="Data-parallel degree; default: the ranks that are left.")
+@click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages.")
+@click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel degree.")
+@click.option("--fsdp", is_flag=True, help="Share parameters and optimizer state over dp.")
+@click.option("--backend", type=click.Choice(["grpc", "gloo"]), default="grpc", show_default=True)
+@click.option(
+    "--schedule",
+    type=click.Choice(["gpipe", "one_f_one_b", "interleaved", "zero_bubble"]),
+    default="one_f_one_b",
+    show_default=True,
+)
+@click.option("--microbatches", type=int, help="Of each replica's batch; default: twice pp.")
+@click.option("--model", default=FRESH, show_default=True, help="A folder, .gguf or known name.")
+@click.option("--layers", type=int, default=4, show_default=True, help="Of a fresh model.")
+@click.option("--hidden-size", type=int, default=128, show_default=True, help="Of a fresh model.")
+@click.option("--heads", type=int, default=4, show_default=True, help="Of a fresh model.")
+@click.option("--vocab-size", type=int, default=1024, show_default=True, help="Likewise.")
+@click.option("--steps", type=int, default=300, show_default=True, help="Optimizer steps in all.")
+@click.option("--batch-size", type=int, default=16, show_default=True, help="Sequences per step.")
+@click.option("--sequence-length", type=int, default=128, show_default=True)
+@click.option("--lr", type=float, help="Default: 3e-3 for a fresh model, else 2e-5.")
+@click.option("--warmup", type=int, default=20, show_default=True, help="Steps.")
+@click.option(
+    "--precision", type=click.Choice(["float32", "mixed"]), default="float32", show_default=True
+)
+@click.option("--recompute", is_flag=True, help="Compute activations twice instead of holding.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--run", type=click.Path(path_type=Path), default=Path("run"), show_default=True)
+@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint, if any.")
+@click.option("--save-every", type=int, default=100, show_default=True, help="Steps.")
+@click.option("--keep", type=int, default=2, show_default=True, help="Checkpoints.")
+@click.option("--measure-every", type=int, default=25, show_default=True, help="Steps.")
+@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds.")
+@click.option("--threads", type=int, help="CPU threads per rank; default: an even share.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--plot/--no-plot", default=True, help="Write loss.png to the run's folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@log_options
+def main(*, launch: int | None, log_level: str, log_format: str, **flags: Any) -> None:
+    """Train a language model on Python's reference manual."""
+    is_child = MEETING_VARIABLE in os.environ
+
+    def start() -> int:
+        num_ranks = launch if launch and not is_child else world_size_of(os.environ)
+        config = train_config(flags, num_ranks)
+        if flags["model"] == FRESH:
+            check_model(fresh_model(flags), config)
+        check_run(flags)
+        if launch is not None and not is_child:
+            return launch_all(launch, timeout=flags["timeout"])
+        return be_rank(flags, config)
+
+    # What groups come and go is of no interest beside a bar.
+    guarded(start, log_format=log_format, log_level="warning" if log_level == "info" else log_level)
+
+
+def train_config(flags: dict[str, Any], num_ranks: int) -> TrainConfig:
+    """What the flags say, for so many ranks."""
+    dp, pp, tp = flags["dp"], flags["pp"], flags["tp"]
+    if dp is None:
+        dp = max(1, num_ranks // max(1, pp * tp))
+    topology = Topology(dp=dp, pp=pp, tp=tp)
+    if topology.world_size != num_ranks:
+        raise ConfigError(
+            f"dp {dp} x pp {pp} x tp {tp} makes {topology.world_size} ranks, there are "
+            f"{num_ranks}: start as many with --launch or torchrun, or change the degrees"
+        )
+    fresh = flags["model"] == FRESH
+    per_replica = flags["batch_size"] // dp
+    return TrainConfig(
+        topology=topology,
+        fsdp=flags["fsdp"],
+        schedule=flags["schedule"],
+        num_microbatches=flags["microbatches"] or max(1, min(2 * pp if pp > 1 else 1, per_replica)),
+        batch_size=flags["batch_size"],
+        sequence_length=flags["sequence_length"],
+        learning_rate=flags["lr"] or (3e-3 if fresh else 2e-5),
+        warmup_steps=flags["warmup"],
+        total_steps=flags["steps"],
+        precision=flags["precision"],
+        checkpoint_activations=flags["recompute"],
+        seed=flags["seed"],
+    )
+
+
+def fresh_model(flags: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a new model."""
+    return small_llama(
+        vocab_size=flags["vocab_size"],
+        hidden_size=flags["hidden_size"],
+        num_layers=flags["layers"],
+        num_heads=flags["heads"],
+        context=max(512, flags["sequence_length"]),
+    )
+
+
+def check_run(flags: dict[str, Any]) -> None:
+    """A run that is there is not begun anew by accident."""
+    found = latest_checkpoint(flags["run"])
+    if found is not None and not flags["resume"] and MEETING_VARIABLE not in os.environ:
+        raise ConfigError(f"{found} is there: give --resume to go on, or another --run")
+    if flags["plot"]:
+        try:
+            importlib.import_module("matplotlib")
+        except ImportError as error:
+            raise ConfigError(
+                'the picture needs matplotlib: pip install "stagemesh[train]", or give --no-plot'
+            ) from error
+
+
+def launch_all(num_ranks: int, *, timeout: float) -> int:
+    """This program as ranks; whether all have ended well."""
+    arguments = [str(Path(__file__).resolve()), *sys.argv[1:]]
+    failed = describe_failures(launch_ranks(arguments, num_ranks=num_ranks, grace_seconds=timeout))
+    if failed:
+        raise NotReady(
+            f"{failed}; the last checkpoint is whole: go on from it with --resume, with as many "
+            "ranks as you like"
+        )
+    return 0
+
+
+def be_rank(flags: dict[str, Any], train: TrainConfig) -> int:
+    """Train as one rank."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(flags["threads"] or max(1, (os.cpu_count() or 1) // local_ranks))
+    with join_world(
+        os.environ, backend=flags["backend"], timeout_seconds=flags["timeout"]
+    ) as world:
+        job = make_job(world, flags)
+        tokens, held_out = split_tokens(job.tokens, held_out=HELD_OUT)
+        config = RunConfig(
+            run=flags["run"],
+            train=train,
+            model=job.model,
+            weights=job.weights,
+            tokens=tokens,
+            held_out=held_out,
+            resume=latest_checkpoint(flags["run"]) if flags["resume"] else None,
+            save_every=flags["save_every"],
+            keep=flags["keep"],
+            measure_every=flags["measure_every"],
+            files=job.files,
+            device=flags["device"],
+        )
+        result = train_with_progress(world, config, flags)
+    if world.rank == 0:
+        report(result, config, flags)
+    return 0
+
+
+def make_job(world: ProcessGroup, flags: dict[str, Any]) -> Job:
+    """A new model, or the one that was asked for, and the text in its tokens."""
+    run = flags["run"]
+    if flags["model"] == FRESH:
+        return fresh_job(world, run=run, model=fresh_model(flags), seed=flags["seed"])
+    spec = load_model_spec(flags["model"])
+    if spec.gguf_metadata is None:
+        raise UnsupportedModel("the example fine-tunes GGUF files; the library takes folders, too")
+    metadata = text_metadata(spec)
+    return fine_tune_job(
+        world,
+        run=run,
+        spec=spec,
+        tokenizer=build_gguf_tokenizer(spec.gguf_metadata).backend,
+        chat_template=metadata.chat_template or "",
+        special_tokens=metadata.special_tokens,
+    )
+
+
+def train_with_progress(world: ProcessGroup, config: RunConfig, flags: dict[str, Any]) -> RunResult:
+    """The run, with a bar or lines of JSON on rank 0."""
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    train = config.train
+    shows_bar = world.rank == 0 and not flags["as_json"]
+    with Progress(*columns, disable=not shows_bar) as bar:
+        task = bar.add_task("", total=train.total_steps, loss=float("nan"), speed=0.0)
+
+        def on_step(entry: HistoryEntry) -> None:
+            speed = train.batch_size * train.sequence_length / entry.seconds
+            bar.update(task, completed=entry.step, loss=entry.loss, speed=speed)
+            if world.rank == 0 and flags["as_json"]:
+                say(event="step", step=entry.step, loss=entry.loss, seconds=entry.seconds)
+
+        return run_training(
+            world, config, on_step=on_step, before_step=lambda: check_parent(os.environ)
+        )
+
+
+def report(result: RunResult, config: RunConfig, flags: dict[str, Any]) -> None:
+    """Say what has come of it, and draw it."""
+    last = result.entries[-1]
+    if flags["plot"]:
+        plot = importlib.import_module("stagemesh.training.plot")
+        title = f"{flags['model']}, dp {config.train.topology.dp} pp {config.train.topology.pp} "
+        title += f"tp {config.train.topology.tp}{' fsdp' if config.train.fsdp else ''}"
+        plot.plot_history(result.entries, config.run / "loss.png", title=title)
+    if flags["as_json"]:
+        say(
+            event="done",
+            checkpoint=str(result.checkpoint),
+            first_held_out_loss=result.first_held_out_loss,
+            held_out_loss=last.held_out_loss,
+        )
+        return
+    print(f"held-out loss {result.first_held_out_loss:.3f} -> {last.held_out_loss:.3f}")
+    print(f"serve it: coordinator up --model {result.checkpoint}")
+
+
+def say(**event: Any) -> None:
+    """A line of JSON."""
+    print(json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    main()
