@@ -12,12 +12,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.training_model import batch, loss_of, make_model, make_optimizer
+from benchmarks.training_model import Block, batch, loss_of, make_model, make_optimizer
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.parallel.data.data_parallel import DataParallel
+from stagemesh.parallel.fsdp.config import FsdpConfig, ShardingStrategy
+from stagemesh.parallel.fsdp.fsdp import Fsdp
 from stagemesh.parallel.pipeline import PipelineParallel, even_counts, split_sequential
 
 FLOOR = 1.15
@@ -74,6 +77,21 @@ def _data_parallel(group: ProcessGroup) -> Trainer:
 def _torch_data_parallel() -> Trainer:
     # As ours: gradients lie in the buckets.
     model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    return ReplicaTrainer(model, rank=dist.get_rank(), size=dist.get_world_size())
+
+
+def _fsdp(group: ProcessGroup, *, strategy: ShardingStrategy) -> Trainer:
+    config = FsdpConfig(sharding_strategy=strategy, mixed_precision=False, wrap_policy=(Block,))
+    model = Fsdp(make_model(), process_group=group, config=config)
+    return ReplicaTrainer(model, rank=group.rank, size=group.size)
+
+
+def _torch_fsdp(*, frees_after_forward: bool) -> Trainer:
+    model = make_model()
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, reshard_after_forward=frees_after_forward)
+    fully_shard(model, reshard_after_forward=False)
     return ReplicaTrainer(model, rank=dist.get_rank(), size=dist.get_world_size())
 
 
@@ -154,6 +172,18 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
             peer_title="Schedule1F1B",
             make=partial(_pipeline, schedule="one_f_one_b"),
             make_peer=partial(_torch_pipeline, schedule=Schedule1F1B),
+        ),
+        "fsdp": Strategy(
+            title="Fsdp FULL_SHARD",
+            peer_title="fully_shard",
+            make=partial(_fsdp, strategy=ShardingStrategy.FULL_SHARD),
+            make_peer=partial(_torch_fsdp, frees_after_forward=True),
+        ),
+        "fsdp_grad_op": Strategy(
+            title="Fsdp SHARD_GRAD_OP",
+            peer_title="fully_shard, whole after forward",
+            make=partial(_fsdp, strategy=ShardingStrategy.SHARD_GRAD_OP),
+            make_peer=partial(_torch_fsdp, frees_after_forward=False),
         ),
     }
 )
