@@ -14,7 +14,9 @@ from stagemesh.errors import CommError, GroupAborted, NotReady, PeerLost
 from stagemesh.parallel.mesh import Mesh
 
 _NAMED = re.compile(r"rank (\d+) \(dp \d+, pp \d+, tp \d+\) is lost")
-_LOST = re.compile(r"rank \d+ \(node (\S+) at \S+\) (?:is lost|cannot be reached)")
+_LOST = re.compile(
+    r"rank \d+ \((?:rank (\d+) of the world, )?node (\S+) at \S+\) (?:is lost|cannot be reached)"
+)
 
 
 class RankFailure:
@@ -59,9 +61,12 @@ class RankFailure:
         named = _NAMED.search(str(error))
         if named is not None:
             return int(named[1])
-        node_ids = [member.node_id for member in self._mesh.world.members]
         told = _LOST.search(str(error))
+        if told is not None and told[1] is not None:
+            return int(told[1])
         node_id = error.node_id if isinstance(error, PeerLost) and error.node_id else None
         if node_id is None and told is not None:
-            node_id = told[1]
-        return node_ids.index(node_id) if node_id in node_ids else None
+            node_id = told[2]
+        ranks = [m.rank for m in self._mesh.world.members if m.node_id == node_id]
+        # Several where ranks are threads of one process.
+        return ranks[0] if len(ranks) == 1 else None
