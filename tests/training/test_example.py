@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from examples import train_lm
 from stagemesh.training.checkpoint_folder import latest_checkpoint
 from stagemesh.training.history import read_history
 from tests.process.children import Child, Children, children, descendants, until_gone
@@ -77,8 +79,8 @@ async def until_trained(run: Path, num_steps: int, *, seconds: float = 120) -> N
     ],
 )
 def test_flags_that_do_not_fit_are_refused_in_a_line(arguments: Any, message: str) -> None:
-    done = call(*arguments)
-    assert done.returncode == 1
+    done = CliRunner().invoke(train_lm.main, arguments)
+    assert done.exit_code == 1, done.output
     assert re.match(rf"error: .*{message}", done.stderr), done.stderr
     assert done.stderr.count("\n") == 1
 
