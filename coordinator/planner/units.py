@@ -179,11 +179,21 @@ class UnitCosts:
 
 
 class Ways:
-    """Seconds and occupation from unit to unit, as arrays over nodes."""
+    """Seconds and occupation from unit to unit.
+
+    Nodes that no measured link names are alike: they share row and column 0 of the tables, so that
+    ten thousand of them take no more room than one. A node's way to itself does not exist; its
+    entry is the best of its row (see `sites`).
+    """
 
     def __init__(self, cluster: ClusterProfile) -> None:
-        count = len(cluster.nodes)
-        index = {node.node_id: i for i, node in enumerate(cluster.nodes)}
+        named = {name for pair in cluster.links for name in pair}
+        self._rows = np.zeros(len(cluster.nodes), dtype=np.int64)
+        index: dict[str, int] = {}
+        for i, node in enumerate(cluster.nodes):
+            if node.node_id in named:
+                index[node.node_id] = self._rows[i] = len(index) + 1
+        count = len(index) + 1
         default = cluster.default_link
         self._latency = np.full((count, count), default.latency_seconds)
         self._byte_seconds = np.full((count, count), 1.0 / default.bytes_per_second)
@@ -199,53 +209,51 @@ class Ways:
                 self._entry[index[target]] = link.latency_seconds
             elif target == COORDINATOR and source in index:
                 self._exit[index[source]] = link.latency_seconds
+        for table in (self._latency, self._byte_seconds):
+            np.fill_diagonal(table[1:, 1:], np.inf)
+            np.fill_diagonal(table[1:, 1:], table[1:].min(axis=1))
 
     def entry(self, unit: Unit) -> float:
         """From the coordinator."""
-        return float(self._entry[list(unit)].max())
+        return float(self._entry[self._rows[list(unit)]].max())
 
     def exit(self, unit: Unit) -> float:
         """To the coordinator."""
-        return float(self._exit[unit[0]])
+        return float(self._exit[self._rows[unit[0]]])
 
     def sites(self) -> Ints:
         """For each node one that the same ways lead away from, to whatever other node.
 
-        A node's way to itself does not exist; it counts as its best one, so that nodes of a rack
-        that are nearer to each other than to the rest are of one site.
+        With the best of a row in place of the way to itself, nodes of a rack that are nearer to
+        each other than to the rest have equal rows.
         """
-        table = np.concatenate([self._latency, self._byte_seconds], axis=1)
-        count = len(self._entry)
-        for half in (table[:, :count], table[:, count:]):
-            np.fill_diagonal(half, np.inf)
-            np.fill_diagonal(half, half.min(axis=1))
-        _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
-        return np.asarray(first[inverse.reshape(-1)], dtype=np.int64)
+        first: dict[bytes, int] = {}
+        result = np.zeros(len(self._rows), dtype=np.int64)
+        for i, row in enumerate(self._rows):
+            key = self._latency[row].tobytes() + self._byte_seconds[row].tobytes()
+            result[i] = first.setdefault(key, i)
+        return result
 
     def hops(
         self, sources: Ints, units: Sequence[Unit], *, num_bytes: float
     ) -> tuple[Floats, Floats]:
-        """Seconds and occupied seconds from nodes to units, [source, unit].
-
-        A source's way to itself counts as its best one (see `sites`).
-        """
-        latency, occupied = self._latency[sources], self._byte_seconds[sources]
-        for table, whole in ((latency, self._latency), (occupied, self._byte_seconds)):
-            for row, source in enumerate(sources):
-                others = np.delete(whole[source], source)
-                table[row, source] = others.min() if others.size else 0.0
+        """Seconds and occupied seconds from nodes to units, [source, unit]."""
+        rows = self._rows[sources]
+        latency, occupied = self._latency[rows], self._byte_seconds[rows]
         if all(len(unit) == 1 for unit in units):
-            heads = np.array([unit[0] for unit in units])
+            heads = self._rows[np.array([unit[0] for unit in units])]
             occupied = occupied[:, heads] * num_bytes
             return latency[:, heads] + occupied, occupied
-        worst = np.stack([latency[:, list(unit)].max(axis=1) for unit in units], axis=1)
-        total = np.stack([occupied[:, list(unit)].sum(axis=1) for unit in units], axis=1)
+        ranks = [self._rows[list(unit)] for unit in units]
+        worst = np.stack([latency[:, unit].max(axis=1) for unit in ranks], axis=1)
+        total = np.stack([occupied[:, unit].sum(axis=1) for unit in ranks], axis=1)
         total *= num_bytes
         return worst + total, total
 
     def occupied(self, source: Unit, target: Unit, *, num_bytes: float) -> float:
         """Seconds that a message keeps a unit's sender busy."""
-        return float(self._byte_seconds[source[0], list(target)].sum()) * num_bytes
+        targets = self._rows[list(target)]
+        return float(self._byte_seconds[self._rows[source[0]], targets].sum()) * num_bytes
 
     def between(self, units: Sequence[Unit], *, num_bytes: float) -> tuple[Floats, Floats]:
         """Seconds and occupied seconds from unit to unit, [from, to]."""
