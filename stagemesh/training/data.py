@@ -11,6 +11,7 @@ checkpoint has to know of the data, whatever the topology.
 import torch
 
 from stagemesh.errors import ConfigError
+from stagemesh.training.seeds import generator_of
 
 
 class TokenBatches:
@@ -59,7 +60,7 @@ class TokenBatches:
     def _window(self, position: int) -> torch.Tensor:
         epoch, index = divmod(position, self.num_windows)
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed << 32) + epoch)
+            generator = generator_of(self._seed, "epoch", epoch)
             self._order = torch.randperm(self.num_windows, generator=generator)
             self._epoch = epoch
         return self._slice(int(self._order[index]))

@@ -3,7 +3,6 @@
 Names are those of transformers; a tied head has the values of the embedding.
 """
 
-import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import torch
 from stagemesh.errors import CheckpointError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.weights import WeightReader
+from stagemesh.training.seeds import generator_of
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -42,7 +42,7 @@ class FreshWeights:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         if name == HEAD and self._is_tied:
             name = EMBEDDING
-        generator = torch.Generator().manual_seed((self._seed << 32) + zlib.crc32(name.encode()))
+        generator = generator_of(self._seed, name)
         return torch.empty(shape).normal_(std=self._std, generator=generator)
 
 
