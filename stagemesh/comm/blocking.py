@@ -124,7 +124,14 @@ class BlockingGroup:
         self._num_subgroups += 1
         if self.rank not in ranks:
             return None
-        members = [replace(self._members[rank], rank=index) for index, rank in enumerate(ranks)]
+        members = [
+            replace(
+                self._members[rank],
+                rank=index,
+                world_rank=rank if (above := self._members[rank].world_rank) is None else above,
+            )
+            for index, rank in enumerate(ranks)
+        ]
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         group = self._loop.run(
             self._opener.open_group(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.tasks import WaitingRanks, run_together
 from stagemesh.comm.transport import MAX_USER_TAG, Envelope, Message, TensorSpec, Transport
 from stagemesh.errors import CollectiveMismatch, ProtocolError
@@ -35,6 +36,7 @@ class CollectiveCall:
 
     group_id: str
     transport: Transport
+    names: RankNames
     envelope: Envelope
     """Says what was called; its tag is set per phase."""
     waiting: WaitingRanks
@@ -96,8 +98,8 @@ class CollectiveCall:
         spec = TensorSpec.of(tensor)
         if spec.shape != (num_bytes,) or spec.dtype not in (torch.uint8, torch.bool):
             raise ProtocolError(
-                f"rank {peer} sent {spec} in {self.envelope.operation}, expected {num_bytes} "
-                "bytes; all ranks need the same direct_bytes and chunk_bytes"
+                f"{self.names.of(peer)} sent {spec} in {self.envelope.operation}, expected "
+                f"{num_bytes} bytes; all ranks need the same direct_bytes and chunk_bytes"
             )
 
 
@@ -159,7 +161,9 @@ def compare(call: CollectiveCall, in_order: Sequence[Envelope]) -> None:
         CollectiveMismatch: they did not; with each rank's call.
     """
     if len({_essence(envelope, call.has_free_dim) for envelope in in_order}) > 1:
-        text = ", ".join(f"rank {r} called {told.describe()}" for r, told in enumerate(in_order))
+        text = ", ".join(
+            f"{call.names.of(r)} called {told.describe()}" for r, told in enumerate(in_order)
+        )
         raise mismatch(call, text)
 
 

@@ -1,7 +1,7 @@
-"""Opens groups over Gloo: the store where their ranks exchange addresses, and the connecting.
+"""Opens groups over Gloo and NCCL: the store where their ranks meet, and the connecting.
 
-Gloo has no token: who reaches the store or the ranks' ports can join. Use it inside one host or one
-trusted network.
+Neither has a token: who reaches the store or the ranks' ports can join. Use them inside one host or
+one trusted network.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
@@ -21,7 +22,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.gloo_transport import GlooTransport
 from stagemesh.comm.gloo_wire import GlooWire, translated
-from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.nccl_wire import connect_nccl
+from stagemesh.comm.peer_link import PeerAddress, names_of
+from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.tcp_store import first_line
 from stagemesh.comm.torch_engine import TorchEngine
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost
@@ -92,18 +95,29 @@ def connect_store(address: str, *, timeout_seconds: float) -> TCPStore:
 
 
 class GlooOpener:
-    """Opens the Gloo groups of a process."""
+    """Opens the groups of a process over Gloo, or over NCCL with Gloo beside it."""
 
-    def __init__(self, store: Store, *, host: str | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        host: str | None,
+        nccl_device: torch.device | None = None,
+        reduce_in_place: bool = False,
+    ) -> None:
         """Use a store.
 
         Args:
             store: connected, the same for all ranks.
             host: own name or address on the network that Gloo is to use; None for that of the
                 machine's name.
+            nccl_device: of this rank; without, all goes over Gloo.
+            reduce_in_place: see TorchEngine.
         """
         self._store = store
         self._host = host
+        self._nccl_device = nccl_device
+        self._reduce_in_place = reduce_in_place
 
     async def open_group(
         self,
@@ -122,30 +136,57 @@ class GlooOpener:
         """
         store = PrefixStore(f"stagemesh-gloo/{group_id}/{incarnation}", self._store)
         wire = await asyncio.to_thread(
-            self._connect, store, rank=rank, size=len(members), timeout_seconds=timeout_seconds
+            self._connect, store, rank=rank, members=members, timeout_seconds=timeout_seconds
         )
-        transport = GlooTransport(wire, store=store, incarnation=incarnation)
+        nccl = None
+        if self._nccl_device is not None:
+            nccl = await asyncio.to_thread(
+                connect_nccl,
+                PrefixStore("nccl", store),
+                rank=rank,
+                size=len(members),
+                device=self._nccl_device,
+                timeout_seconds=timeout_seconds,
+            )
+        transport = GlooTransport(
+            *([wire] if nccl is None else [wire, nccl]),
+            store=store,
+            incarnation=incarnation,
+            name=members[rank].name,
+        )
         return AsyncGroup(
             transport,
             group_id=group_id,
             timeout_seconds=timeout_seconds,
-            engine=TorchEngine(wire, transport=transport),
+            engine=TorchEngine(
+                wire, transport=transport, wire=nccl, reduce_in_place=self._reduce_in_place
+            ),
+            rank_names=names_of(members),
         )
 
     async def leave_group(self, group: AsyncGroup) -> None:
         """Leave a group. May be called again."""
         await group.close()
 
-    def _connect(self, store: Store, *, rank: int, size: int, timeout_seconds: float) -> GlooWire:
+    def _connect(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        members: Sequence[PeerAddress],
+        timeout_seconds: float,
+    ) -> GlooWire:
+        size = len(members)
         limit = datetime.timedelta(seconds=timeout_seconds)
         keys = [f"here/{other}" for other in range(size)]
         try:
             store.set(keys[rank], "1")
             store.wait(keys, limit)
         except dist.DistStoreError:
-            missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            names = RankNames(names_of(members))
             raise CollectiveTimeout(
-                f"rank {', '.join(missing)} of {size} did not come to the Gloo group in "
+                f"{names.of_all(missing)} of {size} did not come to the Gloo group in "
                 f"{timeout_seconds:g} s"
             ) from None
         except dist.DistNetworkError as error:

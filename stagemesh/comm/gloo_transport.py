@@ -22,8 +22,16 @@ _LOOK_SECONDS = 1.5
 class GlooTransport:
     """One rank's end. No message comes into its mailbox; an abort does."""
 
-    def __init__(self, *wires: Wire, store: Store, incarnation: int) -> None:
-        """Wrap connected wires; `store` is the group's own part of the store."""
+    def __init__(self, *wires: Wire, store: Store, incarnation: int, name: str) -> None:
+        """Wrap connected wires.
+
+        Args:
+            wires: at least one.
+            store: the group's own part of it.
+            incarnation: version of the group.
+            name: who this rank is, for the others.
+        """
+        self._name = name
         self._wires = wires
         self._store = store
         self._mailbox: Mailbox[Message] = Mailbox(incarnation=incarnation)
@@ -78,7 +86,7 @@ class GlooTransport:
     def _notify(self, cause: str) -> None:
         # Without the store the others hear no cause, but still lose this rank.
         with contextlib.suppress(dist.DistError):
-            self._store.set(_ABORT_KEY, f"rank {self.rank} aborted the group: {cause}")
+            self._store.set(_ABORT_KEY, f"{self._name} aborted the group: {cause}")
         self.cut()
 
     def _look(self) -> str:

@@ -64,7 +64,8 @@ def check_layouts(
         if len(layout) != 2 * size:
             raise ProtocolError(f"rank {rank} sent a layout of {len(layout)} tensors")
     wrong = [
-        f"rank {src} sends {TensorSpec(dtype=dtype, shape=layouts[src][dst])} to rank {dst}, "
+        f"{call.names.of(src)} sends {TensorSpec(dtype=dtype, shape=layouts[src][dst])} to "
+        f"{call.names.of(dst)}, "
         f"which expects {TensorSpec(dtype=dtype, shape=layouts[dst][size + src])}"
         for src in range(size)
         for dst in range(size)

@@ -19,12 +19,14 @@ Faults have coordinates, not times: a rank, and the number of the message that i
 import asyncio
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from stagemesh.comm.mailbox import DEFAULT_CAPACITY_BYTES, CreditWindow, Mailbox, message_cost
+from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.raw import own_copy
 from stagemesh.comm.transport import Envelope, Message
 from stagemesh.errors import CommError, ConfigError, GroupAborted, PeerLost
@@ -49,6 +51,7 @@ class LocalNetwork:
         size: int,
         order: random.Random | None = None,
         capacity_bytes: int = DEFAULT_CAPACITY_BYTES,
+        rank_names: Sequence[str] = (),
     ) -> None:
         """Make the wires; ranks join later.
 
@@ -56,11 +59,13 @@ class LocalNetwork:
             size: number of ranks.
             order: when given, deliveries of different (source, tag) pairs overtake each other.
             capacity_bytes: bound of what one source may have waiting at one rank.
+            rank_names: who the ranks are, for errors; without, "rank 0", "rank 1", ...
         """
         if size < 1:
             raise ConfigError(f"size must be at least 1, got {size}")
         self.size = size
         self._order = order
+        self._names = RankNames(rank_names)
         self._capacity = capacity_bytes
         self._mailboxes: dict[int, Mailbox[Message]] = {}
         self._dropped: set[int] = set()
@@ -123,17 +128,17 @@ class LocalNetwork:
         self._dropped.add(rank)
         for peer, mailbox in self._mailboxes.items():
             if peer != rank:
-                mailbox.fail_source(rank, f"rank {rank} is lost: it was dropped")
+                mailbox.fail_source(rank, str(self._dropped_error(rank)))
         for (source, target), window in self._windows.items():
             if rank in (source, target):
-                window.fail(lambda: _dropped_error(rank))
+                window.fail(lambda: self._dropped_error(rank))
         self._joined.set()
 
     def leave(self, rank: int, *, incarnation: int) -> None:
         """Tell the other ranks of an incarnation that a rank has left."""
         for peer, mailbox in self._mailboxes.items():
             if peer != rank and mailbox.incarnation == incarnation:
-                mailbox.fail_source(rank, f"rank {rank} is lost: it left the group")
+                mailbox.fail_source(rank, f"{self._names.of(rank)} is lost: it left the group")
 
     def window(self, source: int, target: int) -> CreditWindow:
         """Credit from one rank to another."""
@@ -154,7 +159,7 @@ class LocalNetwork:
         """Abort the mailboxes of all other ranks of an incarnation."""
         for peer, mailbox in self._mailboxes.items():
             if peer != rank and mailbox.incarnation == incarnation:
-                mailbox.abort(f"rank {rank} aborted the group: {cause}")
+                mailbox.abort(f"{self._names.of(rank)} aborted the group: {cause}")
 
     async def _mailbox_for(self, target: int, incarnation: int) -> Mailbox[Message]:
         while True:
@@ -187,7 +192,10 @@ class LocalNetwork:
     def _raise_if_dropped(self, *ranks: int) -> None:
         for rank in ranks:
             if rank in self._dropped:
-                raise _dropped_error(rank)
+                raise self._dropped_error(rank)
+
+    def _dropped_error(self, rank: int) -> PeerLost:
+        return PeerLost(f"{self._names.of(rank)} is lost: it was dropped", rank=rank)
 
     def _set_fault(self, rank: int, step: int, fault: _Fault) -> None:
         self._check_rank(rank)
@@ -201,10 +209,6 @@ class LocalNetwork:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank must be in [0, {self.size}), got {rank}")
-
-
-def _dropped_error(rank: int) -> PeerLost:
-    return PeerLost(f"rank {rank} is lost: it was dropped", rank=rank)
 
 
 class LocalTransport:

@@ -13,7 +13,7 @@ from typing import Self
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.local import LocalNetwork
-from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.peer_link import PeerAddress, names_of
 
 _Key = tuple[str, int]
 
@@ -49,9 +49,16 @@ class LocalHub:
         """
         key = (group_id, incarnation)
         if key not in self._networks:
-            self._networks[key] = LocalNetwork(size=len(members), order=self._order)
+            self._networks[key] = LocalNetwork(
+                size=len(members), order=self._order, rank_names=names_of(members)
+            )
         transport = self._networks[key].join(rank, incarnation=incarnation)
-        group = AsyncGroup(transport, group_id=group_id, timeout_seconds=timeout_seconds)
+        group = AsyncGroup(
+            transport,
+            group_id=group_id,
+            timeout_seconds=timeout_seconds,
+            rank_names=names_of(members),
+        )
         self._present.setdefault(key, set()).add(group)
         return group
 

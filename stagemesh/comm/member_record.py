@@ -13,9 +13,9 @@ _MAX_CHARS = 1024
 
 
 def record_of(member: PeerAddress) -> dict[str, str]:
-    """All of it but the rank, which the place of the record says."""
+    """All of it but the ranks, which the place of the record says."""
     record = asdict(member)
-    del record["rank"]
+    del record["rank"], record["world_rank"]
     return record
 
 
@@ -40,7 +40,13 @@ def member_from(record: Any, *, rank: int, source: str) -> PeerAddress:
         if not text and name not in _OPTIONAL:
             raise ProtocolError(f"{source}: it has no {name}")
         texts[name] = text
-    return PeerAddress(rank=rank, **texts)
+    return PeerAddress(
+        rank=rank,
+        node_id=texts["node_id"],
+        address=texts["address"],
+        unix_path=texts["unix_path"],
+        host_id=texts["host_id"],
+    )
 
 
 def member_to_proto(member: PeerAddress) -> comm_pb2.GroupMember:

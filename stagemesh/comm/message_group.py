@@ -1,13 +1,14 @@
 """The part of AsyncGroup that is no collective: its life, messages, and how a call begins."""
 
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from stagemesh.comm.collectives import CollectiveCall
 from stagemesh.comm.engine import Engine, MeshEngine
+from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.raw import check_writable, flat_bytes, write
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.runner import OperationRunner
@@ -38,6 +39,7 @@ class MessageGroup:
         direct_bytes: int = DEFAULT_DIRECT_BYTES,
         chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
         engine: Engine | None = None,
+        rank_names: Sequence[str] = (),
     ) -> None:
         """Make the group of a transport; nothing is sent yet.
 
@@ -48,6 +50,7 @@ class MessageGroup:
             direct_bytes: what is larger does not travel in the agreement. Equal on all ranks.
             chunk_bytes: message size of what is larger. Equal on all ranks.
             engine: carries out the operations; without one our own algorithms over the transport.
+            rank_names: who the ranks are, for errors; without, "rank 0", "rank 1", ...
 
         Raises:
             ConfigError: a value is out of range.
@@ -63,7 +66,10 @@ class MessageGroup:
         self._direct_bytes = direct_bytes
         self._chunk_bytes = chunk_bytes
         self._runner = OperationRunner(
-            transport, group_id=group_id, timeout_seconds=timeout_seconds
+            transport,
+            group_id=group_id,
+            timeout_seconds=timeout_seconds,
+            names=RankNames(rank_names),
         )
 
     @property
@@ -99,7 +105,7 @@ class MessageGroup:
         check_sendable(tensor)
         waiting = WaitingRanks()
         work = self._engine.send(tensor, peer=peer, tag=tag, waiting=waiting)
-        await self._run_message(f"send to rank {peer}", work, waiting, timeout)
+        await self._run_message(f"send to {self._runner.names.of(peer)}", work, waiting, timeout)
 
     async def recv(
         self,
@@ -169,14 +175,15 @@ class MessageGroup:
         self, peer: int | None, tag: int, expected: TensorSpec | None, timeout: float | None
     ) -> tuple[int, torch.Tensor]:
         self._check_peer(peer, tag)
-        operation = "recv from any rank" if peer is None else f"recv from rank {peer}"
+        who = "any rank" if peer is None else self._runner.names.of(peer)
+        operation = f"recv from {who}"
         waiting = WaitingRanks()
         work = self._engine.receive(peer=peer, tag=tag, waiting=waiting)
         source, tensor = await self._run_message(operation, work, waiting, timeout)
         if expected is not None and TensorSpec.of(tensor) != expected:
             raise CollectiveMismatch(
                 f"{operation} (tag {tag}) in group {self.group_id}: rank {self.rank} expects "
-                f"{expected}, rank {source} sent {TensorSpec.of(tensor)}"
+                f"{expected}, {self._runner.names.of(source)} sent {TensorSpec.of(tensor)}"
             )
         return source, tensor
 
@@ -224,6 +231,7 @@ class MessageGroup:
         return CollectiveCall(
             group_id=self._runner.group_id,
             transport=self._transport,
+            names=self._runner.names,
             envelope=envelope,
             waiting=WaitingRanks(),
             direct_bytes=self._direct_bytes,

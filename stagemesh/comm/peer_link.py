@@ -8,7 +8,7 @@ broken     the stream ended, or a send was cut off: what arrived is unknown, so 
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -46,6 +46,8 @@ class PeerAddress:
     """A unix socket of the rank, when it has one."""
     host_id: str = ""
     """Where the socket is (see stagemesh.rpc.unix_socket)."""
+    world_rank: int | None = None
+    """Of a member of a sub-group: its rank in the group that all began with."""
 
     def target(self) -> str:
         """What to connect to from this process: the unix socket if it is here, else the address."""
@@ -53,8 +55,25 @@ class PeerAddress:
             return target_of(self.unix_path)
         return self.address
 
+    @property
+    def name(self) -> str:
+        """Who it is, for errors: in a sub-group with the rank that others know it by."""
+        if self.world_rank is None:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} ({self._world}node {self.node_id})"
+
     def __str__(self) -> str:
-        return f"rank {self.rank} (node {self.node_id} at {self.address})"
+        return f"rank {self.rank} ({self._world}node {self.node_id} at {self.address})"
+
+    @property
+    def _world(self) -> str:
+        return "" if self.world_rank is None else f"rank {self.world_rank} of the world, "
+
+
+def names_of(members: Sequence[PeerAddress]) -> list[str]:
+    """The names of a sub-group's members; none for those of a world, whose ranks say it all."""
+    is_world = all(member.world_rank is None for member in members)
+    return [] if is_world else [member.name for member in members]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

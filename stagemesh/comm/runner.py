@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from stagemesh.comm.deadlines import Deadlines
+from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.tasks import WaitingRanks
 from stagemesh.comm.transport import Transport
 from stagemesh.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
@@ -21,8 +22,11 @@ _ResultT = TypeVar("_ResultT")
 class OperationRunner:
     """What the operations of a group have in common. Loop-bound."""
 
-    def __init__(self, transport: Transport, *, group_id: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, transport: Transport, *, group_id: str, timeout_seconds: float, names: RankNames
+    ) -> None:
         self.transport = transport
+        self.names = names
         self.group_id = group_id
         self.timeout_seconds = timeout_seconds
         self._sequence = 0
@@ -74,10 +78,11 @@ class OperationRunner:
             if not limit.expired():
                 raise
             self.transport.mailbox.raise_if_aborted()
-        ranks = ", ".join(str(rank) for rank in waiting.ranks())
+        ranks = waiting.ranks()
         raise CollectiveTimeout(
-            f"{operation} in group {self.group_id} timed out on rank {self.transport.rank} "
-            f"after {seconds:g} s: waiting for rank {ranks or 'unknown'}"
+            f"{operation} in group {self.group_id} timed out on "
+            f"{self.names.of(self.transport.rank)} after {seconds:g} s: waiting for "
+            f"{self.names.of_all(ranks) if ranks else 'rank unknown'}"
         )
 
     async def run_collective(

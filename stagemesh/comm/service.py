@@ -20,7 +20,7 @@ from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.frames import reduce_op_from_proto, spec_from_header
 from stagemesh.comm.grpc_transport import GrpcTransport
 from stagemesh.comm.member_record import member_from_proto
-from stagemesh.comm.peer_link import PeerAddress
+from stagemesh.comm.peer_link import PeerAddress, names_of
 from stagemesh.errors import (
     CollectiveTimeout,
     ConfigError,
@@ -150,7 +150,12 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             timeout_seconds=timeout_seconds,
             max_tensor_bytes=self._max_tensor_bytes,
         )
-        group = AsyncGroup(transport, group_id=group_id, timeout_seconds=timeout_seconds)
+        group = AsyncGroup(
+            transport,
+            group_id=group_id,
+            timeout_seconds=timeout_seconds,
+            rank_names=names_of(members),
+        )
         async with self._joined:
             self._memberships[group_id] = _Membership(group=group, transport=transport)
             self._joined.notify_all()

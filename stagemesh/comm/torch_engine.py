@@ -52,7 +52,12 @@ class TorchEngine:
     messages_can_break = True
 
     def __init__(
-        self, gloo: GlooWire, *, transport: GlooTransport, wire: Wire | None = None
+        self,
+        gloo: GlooWire,
+        *,
+        transport: GlooTransport,
+        wire: Wire | None = None,
+        reduce_in_place: bool = False,
     ) -> None:
         """Wrap connected wires.
 
@@ -60,12 +65,17 @@ class TorchEngine:
             gloo: carries the agreements and the messages.
             transport: carries abort and incarnation.
             wire: carries the collectives' tensors; without one, `gloo` does.
+            reduce_in_place: let torch work in the caller's tensor where it does an all_reduce. A
+                failure then leaves it undefined, and for as long again as the deadline torch may
+                still write to it.
         """
         self._gloo = gloo
         self._transport = transport
         tensors = gloo if wire is None else wire
         scratch = Scratch(device=tensors.device)
-        self._means = Means(wire=tensors, calls=gloo, scratch=scratch)
+        self._means = Means(
+            wire=tensors, calls=gloo, scratch=scratch, reduces_in_place=reduce_in_place
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch-group")
         self._waiters = ThreadPoolExecutor(_MAX_MESSAGES, thread_name_prefix="torch-message")
         self._num_sent: Counter[int] = Counter()
@@ -75,6 +85,7 @@ class TorchEngine:
     ) -> None:
         """As Engine. What is large follows its head under a tag that only the head knows."""
         _check_tag(tag)
+        self._means.wire.synchronize()
         flat = flat_bytes(tensor).view(torch.uint8)
         is_small = flat.numel() <= MAX_PAYLOAD_BYTES
         number = self._num_sent[peer]
@@ -253,7 +264,8 @@ class TorchEngine:
         self._return(result)
 
     def _write_whole(self, tensor: torch.Tensor, result: Result) -> None:
-        write(tensor, result.chunks)
+        if result.chunks:
+            write(tensor, result.chunks)
         self._return(result)
 
     def _return(self, result: Result) -> None:

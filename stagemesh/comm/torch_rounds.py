@@ -38,6 +38,8 @@ class Means:
     calls: Wire
     """Moves the agreements, on the CPU; the same where the tensors are there too."""
     scratch: Scratch
+    reduces_in_place: bool
+    """Whether torch's own all_reduce may work in the caller's tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Result:
     """What a function here gives."""
 
     chunks: Sequence[torch.Tensor]
-    """Flat bytes, per rank or in order."""
+    """Flat bytes, per rank or in order; none where there is nothing to write."""
     lent: Sequence[torch.Tensor] = ()
     """Memory of the chunks, to be given back when they have been read."""
     specs: Sequence[TensorSpec] = field(default=())

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -219,6 +219,13 @@ def _exchange(ours: PeerAddress, request: Any) -> tuple[list[PeerAddress], str]:
     members = [
         member_from(other, rank=peer, source=f"what rank {peer} of {request.group_id} left")
         for peer, other in enumerate(records)
+    ]
+    # torch names none for the group of all.
+    members = [
+        replace(member, world_rank=world_rank)
+        for member, world_rank in zip(
+            members, request.global_ranks_in_group or [None] * size, strict=True
+        )
     ]
     return members, records[0]["nonce"]
 

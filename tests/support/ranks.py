@@ -29,6 +29,7 @@ def run_ranks(
     backend: str = "local",
     timeout_seconds: float = 10.0,
     order: random.Random | None = None,
+    **settings: Any,
 ) -> list[Any]:
     """What `run(group)` gives on each rank.
 
@@ -37,15 +38,16 @@ def run_ranks(
     Args:
         world_size: number of ranks.
         run: called once per rank, each in a thread of its own.
-        backend: one of BACKENDS.
+        backend: one of BACKENDS, or nccl.
         timeout_seconds: of the group.
         order: local only: lets messages overtake each other.
+        settings: others of the GroupConfig; not local.
     """
     with ExitStack() as stack:
         make = stack.enter_context(
             _local(world_size, timeout_seconds, order)
             if backend == "local"
-            else _on_one_loop(backend, world_size, timeout_seconds)
+            else _on_one_loop(backend, world_size, timeout_seconds, settings)
         )
         return _run_on_threads(world_size, make, run)
 
@@ -68,19 +70,24 @@ def _local(
 
 @contextmanager
 def _on_one_loop(
-    backend: Any, world_size: int, timeout_seconds: float
+    backend: Any, world_size: int, timeout_seconds: float, settings: dict[str, Any]
 ) -> Iterator[Callable[[int], ProcessGroup]]:
     with tempfile.TemporaryDirectory() as folder, CommLoop() as loop:
-        yield lambda rank: init_process_group(
-            GroupConfig(
+
+        def make(rank: int) -> ProcessGroup:
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            config = GroupConfig(
                 backend=backend,
                 rendezvous=SharedFolder(path=Path(folder)),
                 rank=rank,
                 world_size=world_size,
                 timeout_seconds=timeout_seconds,
-            ),
-            loop=loop,
-        )
+                **settings,
+            )
+            return init_process_group(config, loop=loop)
+
+        yield make
 
 
 def _run_on_threads(

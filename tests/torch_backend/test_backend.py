@@ -4,7 +4,7 @@ import concurrent.futures
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,9 @@ from stagemesh.torch_backend import MeshBackend, MeshOptions, MeshProcessGroup
 RANKS = (0, 1)
 
 
-def request(store: dist.Store, rank: int, *, seconds: float = 10.0) -> Any:
+def request(
+    store: dist.Store, rank: int, *, seconds: float = 10.0, world_ranks: Sequence[int] = ()
+) -> Any:
     """What torch hands to the backend."""
     return SimpleNamespace(
         store=store,
@@ -36,6 +38,7 @@ def request(store: dist.Store, rank: int, *, seconds: float = 10.0) -> Any:
         group_size=len(RANKS),
         timeout=timedelta(seconds=seconds),
         group_id="0",
+        global_ranks_in_group=world_ranks,
     )
 
 
@@ -186,6 +189,18 @@ def test_a_receive_from_any_rank_tells_which(pair):
     assert sent.wait(timedelta(seconds=10))
     with pytest.raises(NotReady, match="no receive"):
         sent.source_rank()
+
+
+def test_errors_of_a_torch_subgroup_name_the_ranks_of_the_world():
+    store, backends = dist.HashStore(), [MeshBackend() for _ in RANKS]
+    groups = together(
+        lambda rank: backends[rank].create(request(store, rank, world_ranks=[5, 2]), MeshOptions())
+    )
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.2)
+    with pytest.raises(CollectiveTimeout, match=r"waiting for rank 1 \(rank 2 of the world, node"):
+        groups[0].allreduce([ones(2)], options).wait()
+    together(lambda rank: groups[rank].shutdown())
 
 
 def test_a_rank_that_never_comes_is_named():
