@@ -74,7 +74,9 @@ HELD_OUT = 0.05
 )
 @click.option("--recompute", is_flag=True, help="Compute activations twice instead of holding.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--run", type=click.Path(path_type=Path), default=Path("run"), show_default=True)
+@click.option(
+    "--out", "run", type=click.Path(path_type=Path), default=Path("run"), show_default=True
+)
 @click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint, if any.")
 @click.option("--save-every", type=int, default=100, show_default=True, help="Steps.")
 @click.option("--keep", type=int, default=2, show_default=True, help="Checkpoints.")
@@ -96,7 +98,7 @@ def main(*, launch: int | None, log_level: str, log_format: str, **flags: Any) -
             check_model(fresh_model(flags), config)
         check_run(flags)
         if launch is not None and not is_child:
-            return launch_all(launch, timeout=flags["timeout"])
+            return launch_all(launch, flags)
         return be_rank(flags, config)
 
     # What groups come and go is of no interest beside a bar.
@@ -147,7 +149,7 @@ def check_run(flags: dict[str, Any]) -> None:
     """A run that is there is not begun anew by accident."""
     found = latest_checkpoint(flags["run"])
     if found is not None and not flags["resume"] and MEETING_VARIABLE not in os.environ:
-        raise ConfigError(f"{found} is there: give --resume to go on, or another --run")
+        raise ConfigError(f"{found} is there: give --resume to go on, or another --out")
     if flags["plot"]:
         try:
             importlib.import_module("matplotlib")
@@ -157,16 +159,17 @@ def check_run(flags: dict[str, Any]) -> None:
             ) from error
 
 
-def launch_all(num_ranks: int, *, timeout: float) -> int:
-    """This program as ranks; whether all have ended well."""
+def launch_all(num_ranks: int, flags: dict[str, Any]) -> int:
+    """This program as ranks, to their end."""
     arguments = [str(Path(__file__).resolve()), *sys.argv[1:]]
-    failed = describe_failures(launch_ranks(arguments, num_ranks=num_ranks, grace_seconds=timeout))
-    if failed:
-        raise NotReady(
-            f"{failed}; the last checkpoint is whole: go on from it with --resume, with as many "
-            "ranks as you like"
-        )
-    return 0
+    failed = describe_failures(
+        launch_ranks(arguments, num_ranks=num_ranks, grace_seconds=flags["timeout"])
+    )
+    if not failed:
+        return 0
+    found = latest_checkpoint(flags["run"])
+    hint = "" if found is None else f"; --resume goes on from {found.name}, with any ranks"
+    raise NotReady(failed + hint)
 
 
 def be_rank(flags: dict[str, Any], train: TrainConfig) -> int:

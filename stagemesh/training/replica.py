@@ -74,6 +74,7 @@ class Replica:
         else:
             self.module = DataParallel(stage, process_group=dp)
         self.optimizer = make_optimizer(self.module.parameters())
+        self._shards = self._find_shards()
 
     @property
     def is_writer(self) -> bool:
@@ -88,7 +89,7 @@ class Replica:
             own = {name: p.detach() for name, p in self.module.module.named_parameters()}
         if self.module.process_group.rank:
             return {}
-        wholes = {name: self._gather(name, own[name]) for name in self._shards()}
+        wholes = {name: self._gather(name, own[name]) for name in self._shards}
         return {name: whole for name, whole in wholes.items() if whole is not None}
 
     def gather_optimizer_state(self) -> OptimizerState:
@@ -97,7 +98,7 @@ class Replica:
         if self.module.process_group.rank:
             return {}
         gathered: OptimizerState = {}
-        for name in self._shards():
+        for name in self._shards:
             for key, value in sorted(own.get(name, {}).items()):
                 whole = self._gather(name, value) if value.dim() else value
                 if whole is not None and self._tp.rank == 0:
@@ -112,7 +113,7 @@ class Replica:
         """
         own = {
             name: {key: self._cut(shard, value) for key, value in read(name).items()}
-            for name, shard in self._shards().items()
+            for name, shard in self._shards.items()
         }
         if isinstance(self.module, Fsdp):
             groups = read_groups(self.module.flat_parameters, self.optimizer)
@@ -136,7 +137,7 @@ class Replica:
             if parameter in self.optimizer.state
         }
 
-    def _shards(self) -> dict[str, TensorShard | None]:
+    def _find_shards(self) -> dict[str, TensorShard | None]:
         """How each parameter is cut over tp; the same names in the same order on all its ranks."""
         if isinstance(self.module, Fsdp):
             return {
@@ -148,7 +149,7 @@ class Replica:
         return {name: tensor_shard_of(parameter) for name, parameter in named}
 
     def _gather(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
-        shard = self._shards()[name]
+        shard = self._shards[name]
         if shard is None:
             return value if self._tp.rank == 0 else None
         return gather_tensor(value, shard=shard, process_group=self._tp, dst=0)

@@ -20,6 +20,7 @@ from stagemesh.parallel.mesh import open_mesh
 from stagemesh.training.checkpoint import Position, load_training_state, save_checkpoint
 from stagemesh.training.config import TrainConfig
 from stagemesh.training.data import TokenBatches
+from stagemesh.training.failure import RankFailure
 from stagemesh.training.history import History, HistoryEntry
 from stagemesh.training.train_step import TrainStep
 from stagemesh.training.weights import FileWeights, WeightSource
@@ -100,7 +101,7 @@ def run_training(
     if config.resume is not None:
         spec = load_model_spec(config.resume)
         model, weights = spec.config, FileWeights(spec)
-    with open_mesh(world, train.topology) as mesh:
+    with open_mesh(world, train.topology) as mesh, RankFailure(mesh):
         training = TrainStep(
             model, mesh=mesh, config=train, weights=weights, device=torch.device(config.device)
         )

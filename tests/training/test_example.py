@@ -46,7 +46,7 @@ def call(*arguments: str, seconds: float = 110, **env: str) -> subprocess.Comple
 
 def train(run: Path, *arguments: str) -> list[float]:
     """Losses of all steps that this call made."""
-    done = call("--run", str(run), *TINY, *arguments)
+    done = call("--out", str(run), *TINY, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[-1]["event"] == "done"
@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     # The rate falls with the steps in all; while it rises it depends on the step alone.
     rising = ("--warmup", "1000")
     first = train(run, "--launch", "2", "--pp", "2", "--steps", "4", *rising)
-    refused = call("--run", str(run), *TINY)
+    refused = call("--out", str(run), *TINY)
     assert "step-00000004 is there: give --resume to go on" in refused.stderr
     second = train(run, "--launch", "2", "--tp", "2", "--steps", "8", *rising, "--resume")
     whole = train(tmp_path / "whole", "--steps", "8", *rising)
@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
 async def test_a_rank_that_is_killed_in_a_step(tmp_path: Path, processes: Children) -> None:
     """The others say who it was, and fewer ranks go on from the checkpoint to the same loss."""
     run, timeout = tmp_path / "run", 10.0
-    flags = (*TINY, "--run", str(run), "--warmup", "1000", "--backend", "grpc")
+    flags = (*TINY, "--out", str(run), "--warmup", "1000", "--backend", "grpc")
     ranks = [
         processes.start(
             *("examples.train_lm", *flags, "--dp", "2", "--pp", "2", "--fsdp"),
@@ -146,7 +146,7 @@ async def test_ranks_end_with_the_process_that_launched_them(
     tmp_path: Path, processes: Children
 ) -> None:
     parent = processes.start(
-        *("examples.train_lm", *TINY, "--run", str(tmp_path / "run")),
+        *("examples.train_lm", *TINY, "--out", str(tmp_path / "run")),
         *("--launch", "2", "--steps", "100000"),
     )
     await until_trained(tmp_path / "run", 1)
