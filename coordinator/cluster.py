@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from coordinator.config import DeploymentConfig, Limits
 from coordinator.deployment import Deployment, Membership
 from coordinator.generation import GeneratedToken, GenerationRequest, ServedModel
+from coordinator.measurements import MeasuredNode, Measurements
+from coordinator.measuring import Measurer
 from coordinator.membership import MembershipEvent, NodeInfo, NodeJoined
 from coordinator.registry import Registry
 from stagemesh.errors import ConfigError, ModelNotFound, StagemeshError
@@ -60,6 +62,13 @@ class Cluster:
         self.registry = Registry()
         self._on_request = on_request
         self._joined_at = time.monotonic()
+        self.measurements = Measurements()
+        self.measurer = Measurer(
+            self.measurements,
+            nodes=self.registry.ready_nodes,
+            token=token,
+            on_change=self._notify_deployments,
+        )
         self.deployments: dict[str, Deployment] = {}
         for index, (config, spec) in enumerate(models):
             deployment = Deployment(
@@ -69,6 +78,7 @@ class Cluster:
                 limits=limits,
                 token=token,
                 membership=self._membership,
+                profile=self.measurements.cluster_profile,
                 on_change=on_deployment,
             )
             if deployment.name in self.deployments:
@@ -81,6 +91,7 @@ class Cluster:
         """Watch over the nodes and run the deployments, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire(), name="expire-nodes")
+            tasks.create_task(self.measurer.run(), name="measure-links")
             for name, deployment in self.deployments.items():
                 tasks.create_task(deployment.run(), name=f"deployment-{name}")
 
@@ -104,8 +115,18 @@ class Cluster:
                 detail or event.node_id,
                 extra={"peer": event.node_id},
             )
-            for deployment in self.deployments.values():
-                deployment.notify()
+            self._notify_deployments()
+            self.measurer.notify()
+
+    def measured(self, node: NodeInfo, measured: MeasuredNode) -> None:
+        """A node's profile came with a beat."""
+        if self.measurements.put_node(node.node_id, start_id=node.start_id, measured=measured):
+            self.measurer.notify()
+            self._notify_deployments()
+
+    def _notify_deployments(self) -> None:
+        for deployment in self.deployments.values():
+            deployment.notify()
 
     def models(self) -> list[ServedModel]:
         """All models, ready or not."""
@@ -137,6 +158,7 @@ class Cluster:
         return Membership(
             nodes=self.registry.ready_nodes(),
             seconds_since_join=time.monotonic() - self._joined_at,
+            is_measuring=self.measurer.is_pending(),
         )
 
     async def _expire(self) -> None:

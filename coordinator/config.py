@@ -1,8 +1,10 @@
 """Settings of a coordinator."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coordinator.planner.profiles import Objective
 from stagemesh.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,19 +25,37 @@ class DeploymentConfig:
     concurrency: int | None = None
     """Full-length sequences that the KV cache holds at once; by default 4, or what fits."""
     num_stages: int | None = None
-    """Number of stages; by default one per node."""
+    """Number of stages; by default one per node, or the planner's choice."""
+    max_stages: int | None = None
+    """No more stages than these."""
+    objective: Objective | None = None
+    """What the planner is to make good, from measured nodes; None gives every node layers by its
+    memory."""
+    prompt_tokens: int = 128
+    """A typical prompt, for the prediction of the time to first token."""
+    pinned: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Layers [start, end) that a node must have, by node id."""
+    excluded: frozenset[str] = frozenset()
+    """Nodes to leave alone."""
     min_nodes: int | None = None
     """Nodes to wait for before the first placement; by default whoever has come after a moment."""
     max_step_tokens: int = 512
     """Token budget of a step."""
 
     def __post_init__(self) -> None:
-        for name in ("max_context_tokens", "concurrency", "num_stages", "min_nodes"):
+        for name in ("max_context_tokens", "concurrency", "num_stages", "max_stages", "min_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.max_step_tokens < 1:
             raise ConfigError(f"max_step_tokens must be at least 1, got {self.max_step_tokens}")
+        if self.prompt_tokens < 1:
+            raise ConfigError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner decides, where nodes were measured."""
+        return self.objective is not None or bool(self.pinned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +74,9 @@ class Limits:
     """From sending a step to its result."""
     settle_seconds: float = 1.0
     """Without `min_nodes`: how long no node must have joined before the first placement."""
+    measure_seconds: float = 10.0
+    """How long the first placement waits for the profiles of nodes and links, since a node
+    joined; what is not there by then counts as what is slowest."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -7,17 +7,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.config import DeploymentConfig, Limits
 from coordinator.generation import GeneratedToken, GenerationRequest, ServedModel
 from coordinator.kv_budget import kv_capacity_tokens
 from coordinator.membership import NodeInfo
-from coordinator.memory_fit import fit_plan
 from coordinator.model_cost import NodeCapacity
 from coordinator.node_link import LoadOrder, NodeLink
 from coordinator.pipeline import Pipeline, load_stages
+from coordinator.placing import Placement, place
+from coordinator.planner.plan import PlanResult
+from coordinator.planner.profiles import ClusterProfile
+from coordinator.planning_thread import off_the_loop
 from coordinator.reconcile import Abandon, DeploymentView, Phase, Place, Wait, decide
 from coordinator.runtime import Runtime
 from coordinator.scheduler import Scheduler
@@ -48,6 +51,8 @@ class Membership:
     """Nodes that can take work."""
     seconds_since_join: float
     """Since the last one joined."""
+    is_measuring: bool = False
+    """Profiles of nodes or links are still to come."""
 
 
 class Deployment:
@@ -60,6 +65,7 @@ class Deployment:
         limits: deadlines.
         token: the cluster's token.
         membership: the nodes, now.
+        profile: some nodes as they were measured; None when none was.
         on_change: called after each change of phase.
     """
 
@@ -72,6 +78,7 @@ class Deployment:
         limits: Limits,
         token: str | None,
         membership: Callable[[], Membership],
+        profile: Callable[[Sequence[NodeInfo]], ClusterProfile | None],
         on_change: Callable[["Deployment"], None],
     ) -> None:
         self.deployment_id = deployment_id
@@ -81,11 +88,13 @@ class Deployment:
         self.phase: Phase = "waiting"
         self.detail = "starting"
         self.plan: Plan | None = None
+        self.planned: PlanResult | None = None
         self.runtime: Runtime | None = None
         self.loaded_bytes: dict[int, tuple[int, int]] = {}
         self._limits = limits
         self._token = token
         self._membership = membership
+        self._profile = profile
         self._on_change = on_change
         self._changed = asyncio.Event()
         self._incarnation = 0
@@ -154,6 +163,8 @@ class Deployment:
             seconds_since_join=membership.seconds_since_join,
             settle_seconds=self._limits.settle_seconds,
             failed_with=self._failed_with,
+            is_measuring=membership.is_measuring and self.config.is_planned,
+            measure_seconds=self._limits.measure_seconds,
         )
         match decide(view):
             case Wait(detail, seconds):
@@ -166,17 +177,22 @@ class Deployment:
                 return 0.0
             # Work that has ended but still frees its memory tells when it is through.
             case Place(nodes) if self._work is None:
-                self._place(nodes)
+                await self._place(nodes)
         return None
 
-    def _place(self, nodes: tuple[NodeInfo, ...]) -> None:
+    async def _place(self, nodes: tuple[NodeInfo, ...]) -> None:
         """Plan, and start to load in the background: a lost node must interrupt it."""
         capacities = [NodeCapacity(node_id=n.node_id, memory_bytes=n.memory_bytes) for n in nodes]
+        profile = self._profile(nodes)
         try:
-            plan = fit_plan(self.config, self.spec, capacities)
+            # Some seconds for hundreds of nodes: not on the loop, where heartbeats arrive.
+            placement: Placement = await off_the_loop(
+                lambda: place(self.config, self.spec, capacities, profile=profile)
+            )
         except (PlacementError, ConfigError) as error:
             self._fail(self._with_reason(str(error)))
             return
+        plan, self.planned = placement.plan, placement.result
         by_id = {node.node_id: node for node in nodes}
         self.plan = plan
         self._used = {s.node_id: by_id[s.node_id].start_id for s in plan.stages}
@@ -294,7 +310,7 @@ class Deployment:
 
     async def _tear_down(self, error: StagemeshError) -> None:
         """End what runs with `error` and wait, within bounds, until its memory is freed."""
-        self.plan = None
+        self.plan = self.planned = None
         self._break(error)
         work, self._work = self._work, None
         self._used = {}

@@ -40,6 +40,8 @@ class NodeInfo:
     """Changes at each start of the daemon: tells one incarnation of a node from the next."""
     software: str = ""
     """Release of the daemon."""
+    will_measure: bool = False
+    """It measures itself after it has joined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Context and concurrency that a placement gets: as asked, or the most that fits."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from coordinator.config import DeploymentConfig
 from coordinator.model_cost import NodeCapacity, held_model_cost
@@ -9,6 +10,8 @@ from coordinator.partitioner import partition
 from stagemesh.errors import PlacementError
 from stagemesh.layout import Plan
 from stagemesh.model_spec import ModelSpec
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +30,39 @@ def run_dtype(config: DeploymentConfig, spec: ModelSpec) -> str:
 
 
 def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapacity]) -> Plan:
-    """Place the model; what the user left open shrinks until it fits.
-
-    First fewer full-length sequences at once, then a shorter context; what the user set stays.
+    """Place the model by memory alone.
 
     Raises:
         PlacementError: it does not fit with what the user set, or not even at the least.
     """
     cost = held_model_cost(spec, dtype=run_dtype(config, spec))
+
+    def attempt(context: int, concurrency: int) -> Plan:
+        return partition(
+            model=cost,
+            nodes=nodes,
+            max_context_tokens=context,
+            concurrency=concurrency,
+            num_stages=config.num_stages,
+            max_stages=config.max_stages,
+        )
+
+    return fit(config, spec, attempt)
+
+
+def fit(config: DeploymentConfig, spec: ModelSpec, attempt: Callable[[int, int], T]) -> T:
+    """What `attempt` makes of the first context and concurrency that it does not refuse.
+
+    What the user left open shrinks: first fewer full-length sequences at once, then a shorter
+    context; what the user set stays.
+
+    Raises:
+        PlacementError: the first refusal, when all are refused.
+    """
     first_error: PlacementError | None = None
     for context, concurrency in _choices(config, spec.max_context_tokens):
         try:
-            plan = partition(
-                model=cost,
-                nodes=nodes,
-                max_context_tokens=context,
-                concurrency=concurrency,
-                num_stages=config.num_stages,
-            )
+            result = attempt(context, concurrency)
         except PlacementError as error:
             first_error = first_error or error
             continue
@@ -53,7 +71,7 @@ def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapa
                 "memory holds less than the default",
                 extra={"max_context_tokens": context, "concurrency": concurrency},
             )
-        return plan
+        return result
     assert first_error is not None
     raise first_error
 

@@ -12,6 +12,7 @@ from coordinator.cluster import Cluster
 from coordinator.deployment import Deployment
 from coordinator.group_rendezvous import GroupRendezvous, Place
 from coordinator.membership import Member, NodeInfo
+from coordinator.profile_messages import cluster_link, measured_node, node_info, node_profile
 from stagemesh.errors import CollectiveTimeout, ConfigError, NotReady, ProtocolError
 from stagemesh.rpc.convert import check_version, our_version
 from stagemesh.rpc.v1 import comm_pb2, coordinator_pb2, coordinator_pb2_grpc, node_pb2
@@ -19,6 +20,7 @@ from stagemesh.rpc.v1 import comm_pb2, coordinator_pb2, coordinator_pb2_grpc, no
 logger = logging.getLogger(__name__)
 
 MAX_RENDEZVOUS_SECONDS = 24 * 3600.0
+MAX_MEASURE_SECONDS = 600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,7 +51,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         limits, registry = self._cluster.limits, self._cluster.registry
         self._cluster.join(node)
         joined_at = registry.joined_at(node.node_id)
-        self.statuses[node.node_id] = first.status
+        self._take_status(node, first.status)
         try:
             yield coordinator_pb2.BeatReply(
                 interval_seconds=limits.heartbeat_seconds,
@@ -58,13 +60,22 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             )
             async for beat in request_iterator:
                 registry.beat(node.node_id, start_id=node.start_id, now=time.monotonic())
-                self.statuses[node.node_id] = beat.status
+                self._take_status(node, beat.status)
                 yield coordinator_pb2.BeatReply(sequence=beat.sequence)
         finally:
             # The end of a stream from before the node was lost is noticed late, perhaps when it has
             # come back on another: that is not the end of that one.
             if registry.joined_at(node.node_id) == joined_at:
                 self._cluster.apply(registry.stream_closed(node.start_id, now=time.monotonic()))
+
+    def _take_status(self, node: NodeInfo, status: node_pb2.NodeStatus) -> None:
+        self.statuses[node.node_id] = status
+        if status.HasField("profile"):
+            try:
+                self._cluster.measured(node, measured_node(status.profile))
+            except ProtocolError as error:
+                # Its figures are worth nothing, but the node can serve.
+                logger.info("profile ignored: %s", error, extra={"peer": node.node_id})
 
     async def Leave(  # noqa: N802
         self, request: coordinator_pb2.LeaveRequest, context: Context
@@ -82,6 +93,25 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     ) -> coordinator_pb2.ClusterStatus:
         """Everything `coordinator status` shows."""
         check_version(request.version, peer="the caller")
+        return self.cluster_status()
+
+    async def MeasureCluster(  # noqa: N802
+        self, request: coordinator_pb2.MeasureClusterRequest, context: Context
+    ) -> coordinator_pb2.ClusterStatus:
+        """Measure nodes and links anew, then show everything."""
+        check_version(request.version, peer="the caller")
+        if not 0 < request.timeout_seconds <= MAX_MEASURE_SECONDS:
+            raise ConfigError(
+                f"timeout_seconds must be in (0, {MAX_MEASURE_SECONDS:g}], "
+                f"got {request.timeout_seconds}"
+            )
+        known = {n.node_id for n in self._cluster.registry.ready_nodes()}
+        unknown = sorted(set(request.node_ids) - known)
+        if unknown:
+            raise ConfigError(f"no such nodes: {', '.join(unknown)}; ready: {sorted(known)}")
+        await self._cluster.measurer.measure_again(
+            request.node_ids, timeout_seconds=request.timeout_seconds
+        )
         return self.cluster_status()
 
     async def Rendezvous(  # noqa: N802
@@ -144,32 +174,33 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 for member in registry.members
             ],
             deployments=[_deployment_status(d) for d in self._cluster.deployments.values()],
+            links=self._links(),
             uptime_seconds=time.monotonic() - self._started,
         )
+
+    def _links(self) -> list[coordinator_pb2.ClusterLink]:
+        profile = self._cluster.measurements.cluster_profile(self._cluster.registry.ready_nodes())
+        known = {} if profile is None else profile.links
+        return [cluster_link(source, target, link) for (source, target), link in known.items()]
 
     def _cluster_node(self, member: Member, last_beat: float | None) -> coordinator_pb2.ClusterNode:
         status = self.statuses.get(member.info.node_id)
         if status is None:
             raise NotReady(f"node {member.info.node_id} has sent no status")
         age = time.monotonic() - (member.changed_at_seconds if last_beat is None else last_beat)
-        return coordinator_pb2.ClusterNode(status=status, state=member.state, last_beat_seconds=age)
+        shown = coordinator_pb2.ClusterNode(
+            status=status, state=member.state, last_beat_seconds=age
+        )
+        # Perhaps newer than what came with the last beat.
+        measured = self._cluster.measurements.node(member.info)
+        if measured is not None:
+            shown.status.profile.CopyFrom(node_profile(measured))
+        return shown
 
 
 def _node_info(join: coordinator_pb2.Join) -> NodeInfo:
-    node = join.node
-    check_version(join.version, peer=f"node {node.node_id} ({node.address})")
-    return NodeInfo(
-        node_id=node.node_id,
-        address=node.address,
-        device=node.device,
-        num_threads=node.num_threads,
-        memory_bytes=node.memory_bytes,
-        memory_total_bytes=node.memory_total_bytes,
-        hostname=node.hostname,
-        platform=node.platform,
-        start_id=node.start_id,
-        software=join.version.software,
-    )
+    check_version(join.version, peer=f"node {join.node.node_id} ({join.node.address})")
+    return node_info(join.node, software=join.version.software)
 
 
 def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStatus:
@@ -197,4 +228,24 @@ def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStat
         generated_tokens=0 if runtime is None else runtime.stats.num_tokens,
         loaded_bytes=sum(loaded for loaded, _ in progress),
         total_bytes=sum(total for _, total in progress),
+        prediction=_prediction(deployment),
+        unused=[
+            coordinator_pb2.UnusedNode(node_id=node_id, reason=reason)
+            for node_id, reason in (
+                {} if deployment.planned is None else deployment.planned.unused
+            ).items()
+        ],
+    )
+
+
+def _prediction(deployment: Deployment) -> coordinator_pb2.PlacementPrediction | None:
+    if deployment.planned is None:
+        return None
+    expected = deployment.planned.prediction
+    return coordinator_pb2.PlacementPrediction(
+        time_per_token_seconds=expected.time_per_token_seconds,
+        tokens_per_second=expected.tokens_per_second,
+        time_to_first_token_seconds=expected.time_to_first_token_seconds,
+        limiting=expected.limiting,
+        objective=deployment.config.objective or "latency",
     )

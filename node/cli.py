@@ -28,6 +28,7 @@ from stagemesh.version import SOFTWARE_VERSION
 @click.option("--device", default="auto", help="auto, cpu, cuda:N or mps.")
 @click.option("--threads", "num_threads", type=int, help="CPU threads; all cores by default.")
 @click.option("--memory", "memory_bytes", type=Bytes(), help="Memory to offer, e.g. 8GiB.")
+@click.option("--measure/--no-measure", default=True, help="Measure the device at the start.")
 @click.option("--insecure", is_flag=True, help="Listen publicly without a token.")
 @click.option("--unix-socket", is_flag=True, help="Carry groups of this host over unix sockets.")
 @click.option(
@@ -57,6 +58,7 @@ def main(
     device: str,
     num_threads: int | None,
     memory_bytes: int | None,
+    measure: bool,
     insecure: bool,
     unix_socket: bool,
     mqtt_url: str | None,
@@ -73,6 +75,7 @@ def main(
             device=device,
             num_threads=num_threads,
             memory_bytes=memory_bytes,
+            measure=measure,
             token=read_token(token_file, token),
             insecure=insecure,
             unix_socket=unix_socket,

@@ -26,6 +26,8 @@ class NodeConfig:
     """Threads of a CPU device; all cores by default."""
     memory_bytes: int | None = None
     """Memory offered for weights and KV cache; 90 % of what is free by default."""
+    measure: bool = True
+    """Measure the device at the start, so that models are placed by speed too."""
     token: str | None = None
     """The cluster's secret; required when `bind` is not a loopback address."""
     insecure: bool = False

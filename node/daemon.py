@@ -16,6 +16,8 @@ from typing import Self
 from node.config import NodeConfig
 from node.device import resolve_device
 from node.executor import ComputeThread
+from node.profile_service import PROFILE_SERVICE_NAME, ProfileServicer, profile_to_proto
+from node.profiler import Profiler
 from node.registration import Registration
 from node.service import NodeServicer
 from node.stage_loader import StageLoader
@@ -23,8 +25,9 @@ from node.status import NodeReporter, stage_metrics
 from node.telemetry import NodeTelemetry
 from stagemesh.comm.frames import add_comm_service
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
+from stagemesh.errors import StagemeshError
 from stagemesh.rpc.server import RpcServer, Service
-from stagemesh.rpc.v1 import node_pb2_grpc
+from stagemesh.rpc.v1 import node_pb2_grpc, profile_pb2, profile_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class NodeDaemon:
             config.device, num_threads=config.num_threads, memory_bytes=config.memory_bytes
         )
         self._compute = ComputeThread(f"compute-{self._device.torch_device}")
-        self._reporter = NodeReporter(config, self._device)
+        self._reporter = NodeReporter(config, self._device, profile=self._profile)
         self.servicer = NodeServicer(
             node_id=config.node_id,
             describe=self._reporter.description,
@@ -53,6 +56,9 @@ class NodeDaemon:
             compute=self._compute,
             token=config.token,
             max_tensor_bytes=config.max_tensor_bytes,
+        )
+        self.profiler = Profiler(
+            self._device.torch_device, compute=self._compute, load=self.servicer.load
         )
         self.comm = CommServicer(
             node_id=config.node_id,
@@ -72,6 +78,13 @@ class NodeDaemon:
                     name=COMM_SERVICE_NAME,
                     servicer=self.comm,
                     add=add_comm_service,
+                ),
+                Service(
+                    name=PROFILE_SERVICE_NAME,
+                    servicer=ProfileServicer(
+                        node_id=config.node_id, profiler=self.profiler, token=config.token
+                    ),
+                    add=profile_pb2_grpc.add_ProfileServiceServicer_to_server,
                 ),
             ],
             token=config.token,
@@ -141,6 +154,14 @@ class NodeDaemon:
         Raises:
             StagemeshError: the coordinator refuses this node for good.
         """
+        measuring = asyncio.create_task(self._measure_once(), name="measure")
+        try:
+            await self._serve()
+        finally:
+            measuring.cancel()
+            await asyncio.wait({measuring}, timeout=1.0)
+
+    async def _serve(self) -> None:
         if self._telemetry is None:
             await self._stay_registered()
             return
@@ -150,6 +171,19 @@ class NodeDaemon:
         finally:
             await self._telemetry.stop()
             await publishing
+
+    async def _measure_once(self) -> None:
+        """Beside the registration, which does not wait for it: the profile comes with a beat."""
+        if not self._config.measure:
+            return
+        try:
+            await self.profiler.measure()
+        except StagemeshError as error:
+            logger.warning("no profile: %s; models are placed by memory here", error)
+
+    def _profile(self) -> profile_pb2.NodeProfile | None:
+        profile = self.profiler.profile
+        return None if profile is None else profile_to_proto(profile)
 
     async def _stay_registered(self) -> None:
         if self._registration is None:

@@ -10,6 +10,9 @@ import torch
 
 from stagemesh.errors import ConfigError
 
+PROCESS_BYTES = 512 * 2**20
+"""What a node takes with torch and transformers loaded, before its first weight; roughly."""
+
 _FREE_SHARE = 0.9
 
 
@@ -25,6 +28,18 @@ class Device:
     """Memory the device has."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of a device, now."""
+
+    total_bytes: int
+    """What the device has."""
+    free_bytes: int
+    """What could be taken now, within the limit."""
+    limit_bytes: int = 0
+    """What a container allows; 0 for no limit."""
+
+
 def resolve_device(name: str, *, num_threads: int | None, memory_bytes: int | None) -> Device:
     """Turn `auto|cpu|cuda:N|mps` into a device of this machine and set torch's thread count.
 
@@ -35,12 +50,18 @@ def resolve_device(name: str, *, num_threads: int | None, memory_bytes: int | No
     threads = num_threads or len(os.sched_getaffinity(0)) if _has_affinity() else num_threads
     threads = threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
-    free, total = _memory(device)
+    memory = read_memory(device)
+    if memory_bytes is None:
+        # What the process will have taken before it holds a weight is not there for weights.
+        growth = 0
+        if device.type == "cpu":
+            growth = max(0, PROCESS_BYTES - psutil.Process().memory_info().rss)
+        memory_bytes = max(0, int(memory.free_bytes * _FREE_SHARE) - growth)
     return Device(
         torch_device=device,
         num_threads=threads,
-        memory_bytes=memory_bytes if memory_bytes is not None else int(free * _FREE_SHARE),
-        memory_total_bytes=total,
+        memory_bytes=memory_bytes,
+        memory_total_bytes=memory.limit_bytes or memory.total_bytes,
     )
 
 
@@ -71,17 +92,21 @@ def _torch_device(name: str) -> torch.device:
     return device
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes; a container's limit counts as the machine's memory."""
+def read_memory(device: torch.device) -> DeviceMemory:
+    """Memory of a device; a container's limit bounds what is free of the machine's."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return free, total
+        return DeviceMemory(total_bytes=total, free_bytes=free)
     memory = psutil.virtual_memory()
     limit = _cgroup_limit()
     if limit is None or limit >= memory.total:
-        return memory.available, memory.total
+        return DeviceMemory(total_bytes=memory.total, free_bytes=memory.available)
     used = psutil.Process().memory_info().rss
-    return min(memory.available, max(limit - used, 0)), limit
+    return DeviceMemory(
+        total_bytes=memory.total,
+        free_bytes=min(memory.available, max(limit - used, 0)),
+        limit_bytes=limit,
+    )
 
 
 def _cgroup_limit() -> int | None:

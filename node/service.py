@@ -13,6 +13,7 @@ import torch
 
 from node.executor import ComputeThread
 from node.next_stage import NextStage
+from node.profiler import Load
 from node.stage_loader import Loaded, StageLoader, StageRequest
 from node.stage_runner import QueuedStep, StageRunner
 from node.status import describe_stage
@@ -248,6 +249,16 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     def stage_statuses(self) -> list[node_pb2.StageStatus]:
         """The stages, now."""
         return [describe_stage(d.request, d.runner) for d in self._deployments.values()]
+
+    def load(self) -> Load:
+        """What the stages have computed and hold, now."""
+        runners = [d.runner for d in self._deployments.values()]
+        return Load(
+            num_steps=sum(r.counters.num_steps for r in runners),
+            stage_bytes=sum(
+                r.engine.stage.weight_bytes + r.engine.cache.used_bytes for r in runners
+            ),
+        )
 
     async def unload_all(self) -> None:
         """Free every stage."""

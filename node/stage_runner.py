@@ -100,6 +100,11 @@ class StageRunner:
         )
         self._watchers: set[Watcher] = set()
 
+    @property
+    def held_bytes(self) -> int:
+        """Weights and caches in memory."""
+        return self.engine.stage.weight_bytes + self.engine.cache.used_bytes
+
     async def run(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:

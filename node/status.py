@@ -3,6 +3,7 @@
 import platform
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -13,7 +14,7 @@ from node.stage_loader import StageRequest
 from node.stage_runner import StageRunner
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.unix_socket import host_id
-from stagemesh.rpc.v1 import node_pb2
+from stagemesh.rpc.v1 import node_pb2, profile_pb2
 
 
 class NodeReporter:
@@ -22,14 +23,22 @@ class NodeReporter:
     Args:
         config: the daemon's settings.
         device: its device.
+        profile: its profile, once it is measured.
     """
 
-    def __init__(self, config: NodeConfig, device: Device) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        device: Device,
+        *,
+        profile: Callable[[], profile_pb2.NodeProfile | None],
+    ) -> None:
         self.start_id = uuid.uuid4().hex
         self.address = config.advertise or ""
         self.unix_path = ""
         self._config = config
         self._device = device
+        self._profile = profile
         self._process = psutil.Process()
         self._process.cpu_percent()  # the first call only starts the measurement
         self._started = time.monotonic()
@@ -49,6 +58,7 @@ class NodeReporter:
             start_id=self.start_id,
             unix_path=self.unix_path,
             host_id=host_id() if self.unix_path else "",
+            will_measure=self._config.measure,
         )
 
     def status(self, stages: list[node_pb2.StageStatus]) -> node_pb2.NodeStatus:
@@ -59,6 +69,7 @@ class NodeReporter:
             cpu_percent=self._process.cpu_percent(),
             stages=stages,
             uptime_seconds=time.monotonic() - self._started,
+            profile=self._profile(),
         )
 
 

@@ -29,6 +29,7 @@ SOURCES = sorted(
 # Where the event loop and threads meet; everything else is on one side.
 THREAD_BORDERS = {
     "node/executor.py": "loop to the device's compute thread",
+    "coordinator/planning_thread.py": "loop to the planner's arithmetic",
     "stagemesh/comm/comm_loop.py": "compute threads to the loop, and the loop's own thread",
     "stagemesh/comm/torch_engine.py": "torch's calls block: a thread for each group",
     "stagemesh/comm/gloo_opener.py": "and so does connecting",
@@ -60,11 +61,15 @@ STUB_USERS = {
     "node/service.py": "serves the node service",
     "node/status.py": "answers of the node service",
     "node/daemon.py": "registers what it serves",
+    "node/profile_service.py": "serves the profile service",
+    "stagemesh/rpc/probe.py": "client of a node's profile service",
     "node/next_stage.py": "client of the next node's service",
     "node/registration.py": "client of the coordinator's service",
     "coordinator/service.py": "serves the coordinator's service",
     "coordinator/server.py": "registers what it serves",
     "coordinator/node_link.py": "client of the node service",
+    "coordinator/measuring.py": "client of the nodes' profile service",
+    "coordinator/profile_messages.py": "measured nodes and links and their messages",
     "coordinator/commands/status.py": "client of the coordinator's service",
     "coordinator/commands/render.py": "prints its answers",
 }

@@ -82,7 +82,7 @@ class Cluster:
             device="cpu",
             num_threads=1,
             token=self.token,
-            **{"memory_bytes": 2**30, **settings},
+            **{"memory_bytes": 2**30, "measure": False, **settings},
         )
         stack = contextlib.AsyncExitStack()
         daemon = await stack.enter_async_context(NodeDaemon(config))

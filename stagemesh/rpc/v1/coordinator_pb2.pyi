@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from stagemesh.rpc.v1 import comm_pb2 as _comm_pb2
 from stagemesh.rpc.v1 import common_pb2 as _common_pb2
 from stagemesh.rpc.v1 import node_pb2 as _node_pb2
+from stagemesh.rpc.v1 import profile_pb2 as _profile_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -159,6 +160,59 @@ class GetClusterStatusRequest(_message.Message):
 Global___GetClusterStatusRequest: _TypeAlias = GetClusterStatusRequest  # noqa: Y015
 
 @_typing.final
+class MeasureClusterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    timeout_seconds: _builtins.float
+    @_builtins.property
+    def version(self) -> _common_pb2.ProtocolVersion: ...
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All that are ready when empty."""
+
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.ProtocolVersion | None = ...,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_ids", b"node_ids", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeasureClusterRequest: _TypeAlias = MeasureClusterRequest  # noqa: Y015
+
+@_typing.final
+class ClusterLink(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """A node, or "coordinator"."""
+    @_builtins.property
+    def link(self) -> _profile_pb2.LinkProfile: ...
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        link: _profile_pb2.LinkProfile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClusterLink: _TypeAlias = ClusterLink  # noqa: Y015
+
+@_typing.final
 class ClusterNode(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -234,6 +288,8 @@ class DeploymentStatus(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
+    UNUSED_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     model: _builtins.str
     state: _builtins.str
@@ -247,6 +303,12 @@ class DeploymentStatus(_message.Message):
     total_bytes: _builtins.int
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePlacement]: ...
+    @_builtins.property
+    def prediction(self) -> Global___PlacementPrediction:
+        """What the planner expects of the placement; absent when it was placed by memory alone."""
+
+    @_builtins.property
+    def unused(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnusedNode]: ...
     def __init__(
         self,
         *,
@@ -261,14 +323,71 @@ class DeploymentStatus(_message.Message):
         dtype: _builtins.str = ...,
         loaded_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
+        prediction: Global___PlacementPrediction | None = ...,
+        unused: _abc.Iterable[Global___UnusedNode] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "deployment_id", b"deployment_id", "detail", b"detail", "dtype", b"dtype", "generated_tokens", b"generated_tokens", "loaded_bytes", b"loaded_bytes", "model", b"model", "stages", b"stages", "state", b"state", "total_bytes", b"total_bytes", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "deployment_id", b"deployment_id", "detail", b"detail", "dtype", b"dtype", "generated_tokens", b"generated_tokens", "loaded_bytes", b"loaded_bytes", "model", b"model", "prediction", b"prediction", "stages", b"stages", "state", b"state", "total_bytes", b"total_bytes", "unused", b"unused", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeploymentStatus: _TypeAlias = DeploymentStatus  # noqa: Y015
+
+@_typing.final
+class PlacementPrediction(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_PER_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    LIMITING_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    time_per_token_seconds: _builtins.float
+    """Of one stream, and of all together."""
+    tokens_per_second: _builtins.float
+    time_to_first_token_seconds: _builtins.float
+    limiting: _builtins.str
+    """What to improve first, such as "stage 1 on b" or "link a -> b"."""
+    objective: _builtins.str
+    def __init__(
+        self,
+        *,
+        time_per_token_seconds: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
+        time_to_first_token_seconds: _builtins.float = ...,
+        limiting: _builtins.str = ...,
+        objective: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limiting", b"limiting", "objective", b"objective", "time_per_token_seconds", b"time_per_token_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementPrediction: _TypeAlias = PlacementPrediction  # noqa: Y015
+
+@_typing.final
+class UnusedNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnusedNode: _TypeAlias = UnusedNode  # noqa: Y015
 
 @_typing.final
 class ClusterStatus(_message.Message):
@@ -279,6 +398,7 @@ class ClusterStatus(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     DEPLOYMENTS_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     coordinator_id: _builtins.str
     uptime_seconds: _builtins.float
     @_builtins.property
@@ -287,6 +407,8 @@ class ClusterStatus(_message.Message):
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterNode]: ...
     @_builtins.property
     def deployments(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeploymentStatus]: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClusterLink]: ...
     def __init__(
         self,
         *,
@@ -295,10 +417,11 @@ class ClusterStatus(_message.Message):
         nodes: _abc.Iterable[Global___ClusterNode] | None = ...,
         deployments: _abc.Iterable[Global___DeploymentStatus] | None = ...,
         uptime_seconds: _builtins.float = ...,
+        links: _abc.Iterable[Global___ClusterLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "deployments", b"deployments", "nodes", b"nodes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "deployments", b"deployments", "links", b"links", "nodes", b"nodes", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

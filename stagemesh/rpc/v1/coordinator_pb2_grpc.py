@@ -49,6 +49,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.GetClusterStatusRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.FromString,
                 _registered_method=True)
+        self.MeasureCluster = channel.unary_unary(
+                '/stagemesh.rpc.v1.CoordinatorService/MeasureCluster',
+                request_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.MeasureClusterRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.FromString,
+                _registered_method=True)
         self.Rendezvous = channel.unary_unary(
                 '/stagemesh.rpc.v1.CoordinatorService/Rendezvous',
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.RendezvousRequest.SerializeToString,
@@ -80,6 +85,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeasureCluster(self, request, context):
+        """Measures nodes and links anew and answers when that is done. A node that serves is measured in
+        its pauses, or not at all: its `profile` then stays as old as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rendezvous(self, request, context):
         """Processes that want to be a group meet here. Answered when all are there; ends with
         DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
@@ -104,6 +117,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
             'GetClusterStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetClusterStatus,
                     request_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.GetClusterStatusRequest.FromString,
+                    response_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.SerializeToString,
+            ),
+            'MeasureCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasureCluster,
+                    request_deserializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.MeasureClusterRequest.FromString,
                     response_serializer=stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.SerializeToString,
             ),
             'Rendezvous': grpc.unary_unary_rpc_method_handler(
@@ -192,6 +210,33 @@ class CoordinatorService(object):
             target,
             '/stagemesh.rpc.v1.CoordinatorService/GetClusterStatus',
             stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.GetClusterStatusRequest.SerializeToString,
+            stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.rpc.v1.CoordinatorService/MeasureCluster',
+            stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.MeasureClusterRequest.SerializeToString,
             stagemesh_dot_rpc_dot_v1_dot_coordinator__pb2.ClusterStatus.FromString,
             options,
             channel_credentials,

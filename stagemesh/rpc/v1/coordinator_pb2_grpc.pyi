@@ -38,6 +38,10 @@ class CoordinatorServiceStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveReply]
     """A node that stops cleanly says so first."""
     GetClusterStatus: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetClusterStatusRequest, _coordinator_pb2.ClusterStatus]
+    MeasureCluster: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MeasureClusterRequest, _coordinator_pb2.ClusterStatus]
+    """Measures nodes and links anew and answers when that is done. A node that serves is measured in
+    its pauses, or not at all: its `profile` then stays as old as it was.
+    """
     Rendezvous: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousReply]
     """Processes that want to be a group meet here. Answered when all are there; ends with
     DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
@@ -53,6 +57,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Leave: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRequest, _coordinator_pb2.LeaveReply]  # type: ignore[assignment]
     """A node that stops cleanly says so first."""
     GetClusterStatus: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetClusterStatusRequest, _coordinator_pb2.ClusterStatus]  # type: ignore[assignment]
+    MeasureCluster: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MeasureClusterRequest, _coordinator_pb2.ClusterStatus]  # type: ignore[assignment]
+    """Measures nodes and links anew and answers when that is done. A node that serves is measured in
+    its pauses, or not at all: its `profile` then stays as old as it was.
+    """
     Rendezvous: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RendezvousRequest, _coordinator_pb2.RendezvousReply]  # type: ignore[assignment]
     """Processes that want to be a group meet here. Answered when all are there; ends with
     DEADLINE_EXCEEDED, naming how many are missing, or when the caller hangs up.
@@ -83,6 +91,16 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetClusterStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ClusterStatus, _abc.Awaitable[_coordinator_pb2.ClusterStatus]]: ...
+
+    @_abc_1.abstractmethod
+    def MeasureCluster(
+        self,
+        request: _coordinator_pb2.MeasureClusterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ClusterStatus, _abc.Awaitable[_coordinator_pb2.ClusterStatus]]:
+        """Measures nodes and links anew and answers when that is done. A node that serves is measured in
+        its pauses, or not at all: its `profile` then stays as old as it was.
+        """
 
     @_abc_1.abstractmethod
     def Rendezvous(

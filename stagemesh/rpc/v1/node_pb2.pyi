@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from stagemesh.rpc.v1 import common_pb2 as _common_pb2
+from stagemesh.rpc.v1 import profile_pb2 as _profile_pb2
 from stagemesh.rpc.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -56,6 +57,7 @@ class NodeDescription(_message.Message):
     START_ID_FIELD_NUMBER: _builtins.int
     UNIX_PATH_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    WILL_MEASURE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     """Where peers reach this node's gRPC server, host:port."""
@@ -73,6 +75,8 @@ class NodeDescription(_message.Message):
     copies both from here.
     """
     host_id: _builtins.str
+    will_measure: _builtins.bool
+    """A profile will come with a later status: who places a model may wait a moment for it."""
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     def __init__(
@@ -90,10 +94,11 @@ class NodeDescription(_message.Message):
         start_id: _builtins.str = ...,
         unix_path: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        will_measure: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host_id", b"host_id", "hostname", b"hostname", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "node_id", b"node_id", "num_threads", b"num_threads", "platform", b"platform", "start_id", b"start_id", "unix_path", b"unix_path", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host_id", b"host_id", "hostname", b"hostname", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "node_id", b"node_id", "num_threads", b"num_threads", "platform", b"platform", "start_id", b"start_id", "unix_path", b"unix_path", "version", b"version", "will_measure", b"will_measure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -797,6 +802,7 @@ class NodeStatus(_message.Message):
     CPU_PERCENT_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
     rss_bytes: _builtins.int
     cpu_percent: _builtins.float
     uptime_seconds: _builtins.float
@@ -804,6 +810,10 @@ class NodeStatus(_message.Message):
     def description(self) -> Global___NodeDescription: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
+    @_builtins.property
+    def profile(self) -> _profile_pb2.NodeProfile:
+        """Once it is measured."""
+
     def __init__(
         self,
         *,
@@ -812,10 +822,11 @@ class NodeStatus(_message.Message):
         cpu_percent: _builtins.float = ...,
         stages: _abc.Iterable[Global___StageStatus] | None = ...,
         uptime_seconds: _builtins.float = ...,
+        profile: _profile_pb2.NodeProfile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_percent", b"cpu_percent", "description", b"description", "rss_bytes", b"rss_bytes", "stages", b"stages", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_percent", b"cpu_percent", "description", b"description", "profile", b"profile", "rss_bytes", b"rss_bytes", "stages", b"stages", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

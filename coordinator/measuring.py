@@ -1,0 +1,203 @@
+"""Has nodes measured: the links among those that are new, and everything when someone asks.
+
+Probes of pairs that share a node never run at once, or they would share what each is to have alone.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from coordinator.measurements import Measurements
+from coordinator.membership import NodeInfo
+from coordinator.planner.profiles import LinkProfile
+from coordinator.profile_messages import link_profile, measured_node
+from stagemesh.errors import ProtocolError, StagemeshError
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.probe import probe_link
+from stagemesh.rpc.status import from_rpc_error
+from stagemesh.rpc.v1 import profile_pb2, profile_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 5.0
+_RETRY_SECONDS = 30.0
+_CACHED_SECONDS = 600.0
+
+Pair = tuple[NodeInfo | None, NodeInfo]
+
+
+class Measurer:
+    """Asks nodes to measure and keeps what they find.
+
+    Args:
+        measurements: where results go.
+        nodes: the nodes that can be asked, now.
+        token: the cluster's token.
+        on_change: called after new results.
+    """
+
+    def __init__(
+        self,
+        measurements: Measurements,
+        *,
+        nodes: Callable[[], Sequence[NodeInfo]],
+        token: str | None,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._measurements = measurements
+        self._nodes = nodes
+        self._token = token
+        self._on_change = on_change
+        self._wake = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._failed_at: dict[tuple[str, str], float] = {}
+
+    def notify(self) -> None:
+        """Nodes or profiles have changed: links may be missing."""
+        self._wake.set()
+
+    def is_pending(self) -> bool:
+        """Whether a node's profile or a link is still to come."""
+        nodes = [n for n in self._nodes() if n.will_measure]
+        return bool(self._missing()) or any(self._measurements.node(n) is None for n in nodes)
+
+    async def run(self) -> None:
+        """Measure missing links whenever there are any, until cancelled."""
+        while True:
+            self._wake.clear()
+            async with self._lock:
+                await self._probe_missing(max_age_seconds=_CACHED_SECONDS)
+            # No deadline: only a change of the nodes, which notifies, makes links missing.
+            await self._wake.wait()
+
+    async def measure_again(self, node_ids: Sequence[str], *, timeout_seconds: float) -> None:
+        """Measure nodes and their links anew; what does not work keeps its old figures.
+
+        Args:
+            node_ids: all nodes when empty.
+            timeout_seconds: for all of it; what is not done by then keeps its old figures.
+        """
+        nodes = [n for n in self._nodes() if not node_ids or n.node_id in node_ids]
+        try:
+            async with asyncio.timeout(timeout_seconds), self._lock:
+                await asyncio.gather(
+                    *(self._measure(node, timeout_seconds=0.6 * timeout_seconds) for node in nodes)
+                )
+                self._measurements.forget_links(nodes)
+                self._failed_at.clear()
+                await self._probe_missing(max_age_seconds=0.0)
+        except TimeoutError:
+            logger.warning("measuring was not through after %.0f s", timeout_seconds)
+
+    async def _measure(self, node: NodeInfo, *, timeout_seconds: float) -> None:
+        request = profile_pb2.MeasureRequest(
+            version=our_version(), timeout_seconds=max(0.1, timeout_seconds - 0.5)
+        )
+        channel = open_channel(node.address, token=self._token, kind="control")
+        try:
+            profile = await _stub(channel).Measure(request, timeout=timeout_seconds)
+            self._measurements.put_node(
+                node.node_id, start_id=node.start_id, measured=measured_node(profile)
+            )
+            self._on_change()
+        except grpc.aio.AioRpcError as error:
+            reason = from_rpc_error(error, operation="measure", peer=f"node {node.node_id}")
+            logger.warning("not measured: %s", reason, extra={"peer": node.node_id})
+        except ProtocolError as error:
+            logger.warning("not measured: %s", error, extra={"peer": node.node_id})
+        finally:
+            await channel.close()
+
+    def _missing(self) -> list[Pair]:
+        """Links to measure; one that failed is left alone for a while."""
+        measured = [n for n in self._nodes() if self._measurements.node(n) is not None]
+        now = time.monotonic()
+        return [
+            pair
+            for pair in self._measurements.missing_links(measured)
+            if now - self._failed_at.get(_key(pair), -_RETRY_SECONDS) >= _RETRY_SECONDS
+        ]
+
+    async def _probe_missing(self, *, max_age_seconds: float) -> None:
+        while missing := self._missing():
+            round_of_pairs = disjoint(missing)
+            await asyncio.gather(
+                *(self._probe(pair, max_age_seconds=max_age_seconds) for pair in round_of_pairs)
+            )
+            self._on_change()
+
+    async def _probe(self, pair: Pair, *, max_age_seconds: float) -> None:
+        source, target = pair
+        try:
+            if source is None:
+                link = await self._probe_from_here(target)
+            else:
+                link = await self._probe_from(source, target, max_age_seconds=max_age_seconds)
+        except StagemeshError as error:
+            logger.warning("link not measured: %s", error, extra={"peer": target.node_id})
+            self._failed_at[_key(pair)] = time.monotonic()
+            return
+        self._measurements.put_link(source, target, link)
+
+    async def _probe_from_here(self, target: NodeInfo) -> LinkProfile:
+        found = await probe_link(
+            target.address,
+            node_id=target.node_id,
+            token=self._token,
+            timeout_seconds=_PROBE_SECONDS,
+        )
+        return LinkProfile(
+            latency_seconds=found.latency_seconds, bytes_per_second=found.bytes_per_second
+        )
+
+    async def _probe_from(
+        self, source: NodeInfo, target: NodeInfo, *, max_age_seconds: float
+    ) -> LinkProfile:
+        request = profile_pb2.ProbePeersRequest(
+            version=our_version(),
+            peers=[profile_pb2.ProbePeer(node_id=target.node_id, address=target.address)],
+            timeout_seconds=_PROBE_SECONDS,
+            max_age_seconds=max_age_seconds,
+        )
+        channel = open_channel(source.address, token=self._token, kind="control")
+        try:
+            reply = await _stub(channel).ProbePeers(request, timeout=2 * _PROBE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(
+                error, operation=f"probe {target.node_id}", peer=f"node {source.node_id}"
+            ) from error
+        finally:
+            await channel.close()
+        if len(reply.links) != 1 or reply.links[0].error:
+            raise ProtocolError(
+                f"node {source.node_id} could not probe node {target.node_id}: "
+                + (reply.links[0].error if reply.links else "no answer")
+            )
+        return link_profile(reply.links[0])
+
+
+def disjoint(pairs: Sequence[Pair]) -> list[Pair]:
+    """As many of the pairs, first come, as have no node in common."""
+    taken: set[str] = set()
+    chosen = []
+    for source, target in pairs:
+        names = {target.node_id, "" if source is None else source.node_id}
+        if not names & taken:
+            taken |= names
+            chosen.append((source, target))
+    return chosen
+
+
+def _key(pair: Pair) -> tuple[str, str]:
+    source, target = pair
+    return ("" if source is None else source.start_id, target.start_id)
+
+
+def _stub(channel: grpc.aio.Channel) -> "profile_pb2_grpc.ProfileServiceAsyncStub":
+    # Not called "async": protobuf's stub is typed for both, the channel decides.
+    stub: profile_pb2_grpc.ProfileServiceAsyncStub = profile_pb2_grpc.ProfileServiceStub(channel)
+    return stub

@@ -1,0 +1,131 @@
+"""The node's own profile: measured once it is up, kept, and measured anew when someone asks.
+
+A measurement is a row of short slices on the compute thread (`node.measure`). Before each it waits
+until no step has been computed for a moment, so a node that serves is measured in its pauses; if
+there are none before the deadline, the old profile stays.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from node.device import DeviceMemory, read_memory
+from node.executor import ComputeThread
+from node.measure import DeviceSpeed, Slice, SpeedMeasurement
+from stagemesh.errors import CapacityExceeded, NotReady
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_SECONDS = 30.0
+_IDLE_SECONDS = 0.2
+_MEMORY_SHARE = 0.25
+_LEAST_WEIGHT_BYTES = 2**20
+_MOST_WEIGHT_BYTES = 96 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A node as it was measured."""
+
+    speed: DeviceSpeed
+    """Rates and overheads."""
+    memory: DeviceMemory
+    """Of the device."""
+    process_bytes: int
+    """What the process takes without a stage."""
+    measure_seconds: float
+    """How long measuring took, waiting included."""
+    measured_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What runs on the node besides."""
+
+    num_steps: int = 0
+    """Steps computed so far."""
+    stage_bytes: int = 0
+    """Weights and caches held."""
+
+
+class Profiler:
+    """Measures and remembers.
+
+    Args:
+        device: what computes.
+        compute: its thread.
+        load: what stages do, now.
+    """
+
+    def __init__(
+        self, device: torch.device, *, compute: ComputeThread, load: Callable[[], Load]
+    ) -> None:
+        self._device = device
+        self._compute = compute
+        self._load = load
+        self._lock = asyncio.Lock()
+        self._seen_steps = 0
+        self.profile: Profile | None = None
+
+    async def measure(
+        self, *, max_age_seconds: float = 0.0, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> Profile:
+        """The profile, measured now unless one that is young enough is there.
+
+        Raises:
+            NotReady: the node had no pause before the deadline.
+            CapacityExceeded: the device could not run the measurement.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds), self._lock:
+                kept = self.profile
+                if kept is not None and time.time() - kept.measured_at <= max_age_seconds:
+                    return kept
+                self.profile = await self._measure()
+                return self.profile
+        except TimeoutError:
+            raise NotReady(
+                f"the node had no pause to be measured in within {timeout_seconds:g} s; its last "
+                "profile stays"
+            ) from None
+        except (RuntimeError, MemoryError) as error:  # what torch raises on a device that is full
+            raise CapacityExceeded(f"measuring {self._device} failed: {error}") from error
+
+    async def _measure(self) -> Profile:
+        started = time.monotonic()
+        memory = read_memory(self._device)
+        share = int(memory.free_bytes * _MEMORY_SHARE)
+        speed = SpeedMeasurement(
+            self._device,
+            weight_bytes=min(max(share, _LEAST_WEIGHT_BYTES), _MOST_WEIGHT_BYTES),
+        )
+        await self._run(speed.overhead_slices())
+        # Now the libraries are loaded and a stage has run, but no weights are held yet.
+        process_bytes = psutil.Process().memory_info().rss - self._load().stage_bytes
+        await self._run(speed.rate_slices())
+        profile = Profile(
+            speed=speed.result(),
+            memory=memory,
+            process_bytes=max(0, process_bytes),
+            measure_seconds=time.monotonic() - started,
+            measured_at=time.time(),
+        )
+        logger.info("measured", extra={"measure_seconds": round(profile.measure_seconds, 2)})
+        return profile
+
+    async def _run(self, slices: Iterator[Slice]) -> None:
+        for each in slices:
+            await self._wait_idle()
+            await self._compute.run(each)
+
+    async def _wait_idle(self) -> None:
+        """Return once no step was computed for a moment: at once when none was since last time."""
+        while (steps := self._load().num_steps) != self._seen_steps:
+            self._seen_steps = steps
+            await asyncio.sleep(_IDLE_SECONDS)
