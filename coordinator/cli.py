@@ -13,6 +13,7 @@ _COMMANDS = {
     "serve": "Serve models on the nodes that register here.",
     "up": "Run a whole cluster on this machine.",
     "generate": "Answer one prompt, on a running or a passing local cluster.",
+    "plan": "Show who would run what and how fast, before anything loads.",
     "status": "Show a running cluster's nodes, models and placement.",
 }
 

@@ -15,6 +15,7 @@ from coordinator.commands.options import (
     json_option,
     local_options,
     model_options,
+    placement_options,
 )
 from coordinator.commands.render import LoadBars, plan_json
 from coordinator.config import CoordinatorConfig
@@ -80,6 +81,7 @@ class Answer:
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--seed", type=int)
 @model_options
+@placement_options(objective=None)
 @local_options
 @log_options
 @json_option

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,58 @@ def model_options(function: F) -> F:
     )
 
 
+def placement_options(*, objective: str | None) -> Callable[[F], F]:
+    """Add what is wanted of the placement.
+
+    Args:
+        objective: the default; None places by memory, with layers for every node.
+    """
+    by_default = "every node gets layers, by its memory" if objective is None else objective
+    return lambda function: _apply(
+        function,
+        [
+            click.option(
+                "--objective",
+                type=click.Choice(["latency", "throughput"]),
+                default=objective,
+                help=f"What the planner makes good, by measured speeds. By default: {by_default}.",
+            ),
+            click.option("--max-stages", type=int, help="No more pipeline stages than these."),
+            click.option(
+                "--pin",
+                "pins",
+                multiple=True,
+                metavar="NODE=START:END",
+                help="Layers [START, END) for a node, e.g. a=0:12; repeatable.",
+            ),
+            click.option("--exclude", multiple=True, metavar="NODE", help="Leave a node alone."),
+            click.option(
+                "--prompt-tokens",
+                type=int,
+                default=128,
+                show_default=True,
+                help="A typical prompt, for the predicted time to first token.",
+            ),
+        ],
+    )
+
+
+def parse_pins(pins: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Pinned layers by node.
+
+    Raises:
+        ConfigError: one is not NODE=START:END.
+    """
+    result = {}
+    for pin in pins:
+        node, _, layers = pin.rpartition("=")
+        start, _, end = layers.partition(":")
+        if not node or not (start.isdigit() and end.isdigit()):
+            raise ConfigError(f"--pin takes NODE=START:END such as a=0:12, got {pin!r}")
+        result[node] = (int(start), int(end))
+    return result
+
+
 def local_options(function: F) -> F:
     """Add what a local cluster's nodes are started with."""
     return _apply(
@@ -73,9 +125,14 @@ def deployment_config(
     max_context: int | None,
     concurrency: int | None,
     stages: int | None,
+    objective: str | None = None,
+    max_stages: int | None = None,
+    pins: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    prompt_tokens: int = 128,
     min_nodes: int | None = None,
 ) -> DeploymentConfig:
-    """The deployment that the options of `model_options` ask for."""
+    """The deployment that `model_options` and `placement_options` ask for."""
     return DeploymentConfig(
         model=model,
         name=name,
@@ -83,6 +140,11 @@ def deployment_config(
         max_context_tokens=max_context,
         concurrency=concurrency,
         num_stages=stages,
+        max_stages=max_stages,
+        objective=objective,  # type: ignore[arg-type]  # likewise
+        pinned=parse_pins(pins),
+        excluded=frozenset(exclude),
+        prompt_tokens=prompt_tokens,
         min_nodes=min_nodes,
     )
 

@@ -12,6 +12,7 @@ from coordinator.commands.options import (
     deployment_config,
     json_option,
     model_options,
+    placement_options,
     read_api_keys,
 )
 from coordinator.commands.running import announce, run_with_announcement
@@ -28,6 +29,7 @@ from stagemesh.cli_support import (
 
 @click.command("serve")
 @model_options
+@placement_options(objective="latency")
 @click.option("--min-nodes", type=int, help="Place the model once this many nodes are there.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where the API listens.")
 @click.option("--port", type=int, default=8000, show_default=True, help="The API's port.")

@@ -12,6 +12,7 @@ from coordinator.commands.options import (
     json_option,
     local_options,
     model_options,
+    placement_options,
 )
 from coordinator.commands.render import LoadBars
 from coordinator.commands.running import announce, run_with_announcement
@@ -24,6 +25,7 @@ from stagemesh.layout import Plan
 @click.command("up")
 @click.option("--nodes", type=int, default=3, show_default=True, help="Node daemons to start.")
 @model_options
+@placement_options(objective=None)
 @local_options
 @click.option("--port", type=int, default=8000, show_default=True, help="The API's port.")
 @click.option(

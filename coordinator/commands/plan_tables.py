@@ -1,0 +1,94 @@
+"""The planner's answer for a person: a table, the prediction in words, what is not used."""
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.commands.render import gib, layers
+from coordinator.planner.plan import PlanResult
+from coordinator.planner.profiles import Workload
+
+_MAX_UNUSED_SHOWN = 16
+
+
+def print_plan(console: Console, name: str, result: PlanResult, workload: Workload) -> None:
+    """Print it."""
+    plan = result.plan
+    console.print(
+        f"[bold]{name}[/bold]: {plan.num_layers} layers, {plan.dtype}, "
+        f"{workload.concurrency} x {plan.max_context_tokens} tokens, for {workload.objective}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(plan_table(result))
+    for line in prediction_lines(result, workload):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def plan_table(result: PlanResult) -> Table:
+    """One row for each rank."""
+    table = Table()
+    is_single = len(result.plan.replicas) == 1
+    for heading in () if is_single else ("replica",):
+        table.add_column(heading, justify="right")
+    for heading in ("stage", "layers", "node"):
+        table.add_column(heading, no_wrap=True)
+    for heading in (
+        "KV groups",
+        "weights",
+        "embed+head",
+        "KV cache",
+        "activations",
+        "process",
+        "total",
+        "of limit",
+        "step",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, replica in enumerate(result.plan.replicas):
+        for index, stage in enumerate(replica.stages):
+            seconds = result.prediction.stage_seconds[number][index]
+            for rank_number, rank in enumerate(stage.ranks):
+                memory, is_first = rank.memory, rank_number == 0
+                table.add_row(
+                    *(() if is_single else (str(number) if index == 0 and is_first else "",)),
+                    str(index) if is_first else "",
+                    layers(stage.start_layer, stage.end_layer) if is_first else "",
+                    rank.node_id,
+                    str(rank.kv_groups),
+                    gib(memory.weights),
+                    gib(memory.embedding_head),
+                    gib(memory.kv),
+                    gib(memory.activations),
+                    gib(memory.overhead),
+                    gib(memory.total),
+                    f"{memory.total / rank.memory_limit_bytes:.0%}",
+                    f"{1e3 * seconds:.2f} ms" if is_first else "",
+                )
+    return table
+
+
+def prediction_lines(result: PlanResult, workload: Workload) -> list[str]:
+    """How fast it should be, what limits it, what is not used and why."""
+    expected = result.prediction
+    lines = [
+        f"predicted: {1 / expected.time_per_token_seconds:.4g} tokens/s for one stream "
+        f"({1e3 * expected.time_per_token_seconds:.4g} ms a token)"
+        + (
+            f", {expected.tokens_per_second:.4g} tokens/s for {workload.concurrency} streams"
+            if workload.concurrency > 1
+            else ""
+        ),
+        f"first token of a prompt of {workload.prompt_tokens} tokens after "
+        f"{1e3 * expected.time_to_first_token_seconds:.4g} ms",
+        f"limited by {expected.limiting}; slowest stage: {expected.limiting_stage}, slowest link: "
+        f"{expected.limiting_link}",
+        "no better plan exists by these figures"
+        if result.is_exact
+        else f"found by a heuristic: at most {result.gap:.1%} slower than a bound that no plan "
+        "can beat",
+    ]
+    shown = list(result.unused.items())
+    lines += [f"not used: {node}: {reason}" for node, reason in shown[:_MAX_UNUSED_SHOWN]]
+    if len(shown) > _MAX_UNUSED_SHOWN:
+        lines.append(f"not used: {len(shown) - _MAX_UNUSED_SHOWN} more nodes (--json lists them)")
+    return lines
