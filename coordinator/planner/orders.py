@@ -8,12 +8,14 @@ node never makes the result worse.
   even split.
 - By speed, slow or fast nodes last: the last stage computes the head.
 - By memory, large nodes first: the first stage holds the token table.
+- With ranks that share stages, by class of speed: a slow rank keeps fast ones waiting.
 
 Along an order ranks share a stage in blocks of 2, 4, 8, ... neighbours: counted from the start in
-the caller's order, and within nodes of one kind in the others. Groups of unlike nodes that are not
-neighbours are not tried.
+the caller's order, and within nodes of one speed, memory or class in the others. Other groups are
+not tried.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +24,8 @@ from coordinator.planner.ordered import Placed
 from coordinator.planner.profiles import Constraints, NodeProfile
 
 Order = tuple[Placed, ...]
+
+_SPEED_CLASS_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,11 @@ def node_orders(
         lambda i: tuple(-x for x in slowness(i)),
         lambda i: (-float(nodes[i].memory_bytes), *slowness(i)),
     ]
+    if max_ranks > 1:
+        keys += [
+            lambda i: (_speed_class(slowness(i)[0]),),
+            lambda i: (-_speed_class(slowness(i)[0]),),
+        ]
     if constraints.is_order_fixed:
         del keys[1:]
     free = [i for i in members if nodes[i].node_id not in constraints.pinned]
@@ -78,6 +87,11 @@ def node_orders(
             for way in _around(pins, runs, num_layers=num_layers):
                 orders[_placed(way, max_ranks)] = None
     return list(orders)
+
+
+def _speed_class(slowness: float) -> float:
+    """Equal for nodes of nearly one speed, whatever other nodes there are."""
+    return float(math.floor(math.log(slowness) / math.log(_SPEED_CLASS_RATIO)))
 
 
 def _placed(runs: Sequence[_Run], max_ranks: int) -> Order:

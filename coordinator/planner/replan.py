@@ -89,6 +89,8 @@ def replan(
         is_less = (other_size, other_value) < (size, value)
         if other_value <= limit * (1 + 1e-9) and is_less:
             plan, value, size = other, other_value, other_size
+        if size == 0:
+            break
     result = best if plan is best.plan else work.result(plan)
     return Replanned(result=result, best_value=best.objective_value, moves=work.moves(plan))
 

@@ -74,3 +74,35 @@ def test_no_plan_is_better(batch, objective):
     found = [check(seed, objective) for seed in range(batch * each, (batch + 1) * each)]
     # Both outcomes must occur, or one of them is not tested.
     assert 0 < sum(found) < each
+
+
+@pytest.mark.parametrize(
+    "lesser",
+    [
+        {"is_order_fixed": True},
+        {"max_stages": 1},
+        {"max_tp_degree": 1},
+        {"max_replicas": 1},
+    ],
+)
+def test_a_planner_that_chose_among_fewer_plans_would_be_noticed(lesser):
+    """Negative control, for each thing that the planner chooses."""
+    worse = 0
+    for seed in range(120):
+        model, cluster, workload, constraints = random_case(seed)
+        workload = replace(workload, objective="throughput")
+        try:
+            best = plan_placement(
+                model, cluster=cluster, workload=workload, constraints=constraints
+            )
+            less = plan_placement(
+                model,
+                cluster=cluster,
+                workload=workload,
+                constraints=replace(constraints, **lesser),
+            )
+        except PlacementError:
+            continue
+        assert less.objective_value >= best.objective_value * (1 - 1e-9)
+        worse += less.objective_value > best.objective_value * 1.001
+    assert worse >= 1

@@ -3,6 +3,7 @@
 import random
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -186,3 +187,46 @@ def test_plans_are_deterministic():
     cluster = paper_cluster(30, seed=2, num_kinds=3)
     results = [plan_placement(model, cluster=cluster, workload=workload) for _ in range(2)]
     assert results[0] == results[1]
+
+
+def test_what_the_properties_look_for_can_fail():
+    """Negative control: an even split is mostly slower, and a plan can be over memory."""
+    slower = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        model = random_model(rng, num_layers=6)
+        cluster = random_cluster(rng, num_nodes=4, total_bytes=4 * model.total_weight_bytes())
+        workload = Workload(max_context_tokens=40, prompt_tokens=10)
+        result = plan_placement(model, cluster=cluster, workload=workload)
+        split = even_split(result.plan, model, cluster, workload)
+        assert split is not None
+        timer = TimeModel(model, cluster=cluster, workload=workload)
+        value = objective_value(split.replicas, timer=timer, workload=workload)
+        slower += value > 1.01 * result.objective_value
+        small = replace(
+            cluster, nodes=tuple(replace(n, memory_bytes=10_000) for n in cluster.nodes)
+        )
+        kept = still_fits(
+            result.plan, model, cluster=small, workload=workload, constraints=Constraints()
+        )
+        assert kept is None
+    assert slower > 6
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_many_nodes_one_by_one_with_ranks_that_share_stages(objective):
+    model = PAPER_MODELS["70b"].cost(dtype="bfloat16")
+    cluster = paper_cluster(14, seed=9, memory_gib=(20, 60))
+    workload = Workload(max_context_tokens=4096, concurrency=4, objective=objective)
+    values = [
+        value_of(
+            model,
+            replace(cluster, nodes=cluster.nodes[:count]),
+            workload,
+            Constraints(max_tp_degree=2),
+        )
+        for count in range(3, 15)
+    ]
+    assert all(b <= a * (1 + 1e-9) for a, b in pairwise(values))
+    # It does get better, or nothing was tested.
+    assert len(set(values)) > 3
