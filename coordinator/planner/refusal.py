@@ -71,10 +71,7 @@ def _fits(
         workload=workload,
         constraints=replace(constraints, max_replicas=1),
     )
-    members = range(len(nodes))
-    if len(nodes) <= search.exact_limit:
-        return search.exact(members, streams=workload.concurrency) is not None
-    return search.heuristic(members, streams=workload.concurrency) is not None
+    return search.fits(range(len(nodes)), streams=workload.concurrency)
 
 
 def _capacity(

@@ -16,6 +16,7 @@ from coordinator.planner.ordered import OrderedSearch
 from coordinator.planner.orders import Order, node_orders
 from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
 from coordinator.planner.rank_shares import can_divide
+from coordinator.planner.step_times import decode_shape
 from coordinator.planner.subsets import SubsetSearch
 from coordinator.planner.units import Unit, UnitCosts, Ways, node_kind
 
@@ -151,6 +152,19 @@ class ReplicaSearch:
             if found is not None:
                 best, below = found, found.value
         return best
+
+    def fits(self, members: Sequence[int], *, streams: int) -> bool:
+        """Whether any pipeline is found, however slow."""
+        if len(members) <= self.exact_limit:
+            return self.exact(members, streams=streams) is not None
+        few = self.without_surplus(members)
+        shape = decode_shape(self._workload, rows=1)
+        return any(
+            OrderedSearch(self.costs(streams), self.ways, order).best(
+                shape, counts=self.allowed, limit_seconds=float("inf")
+            )
+            for order in self.orders(few)
+        )
 
     def _optimiser(self, members: Sequence[int], streams: int) -> Optimiser:
         return Optimiser(
