@@ -89,7 +89,7 @@ def reduce_to(
         return Result(chunks=[_reduce(told.chunks, dtype=tensor.dtype, op=op)], lent=told.lent)
     agree(means, call)
     check_reducible(tensor.dtype, op)
-    is_torchs = len(receivers) == call.size and _is_torchs_sum_ours(call, raw, tensor.dtype, op)
+    is_torchs = len(receivers) == call.size and _is_torchs_sum_ours(call, tensor.dtype, op)
     if is_torchs and means.reduces_in_place and raw.data_ptr() == tensor.data_ptr():
         _sum_by_torch(means, call, raw.view(tensor.dtype), op=op)
         return Result(chunks=())
@@ -211,13 +211,10 @@ class _Part:
     receivers: Collection[int] = ()
 
 
-def _is_torchs_sum_ours(
-    call: CollectiveCall, raw: torch.Tensor, dtype: torch.dtype, op: ReduceOp
-) -> bool:
-    """Whether torch's own all_reduce gives our bits (a sum of two has one order), and is faster."""
+def _is_torchs_sum_ours(call: CollectiveCall, dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether torch's own all_reduce gives our bits: a sum of two has one order."""
     has_one_order = call.size == 2 and dtype in (torch.float32, torch.float64)
-    is_sum = op in (ReduceOp.SUM, ReduceOp.AVG)
-    return has_one_order and is_sum and raw.numel() > _SEGMENT_BYTES
+    return has_one_order and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def _sum_by_torch(means: Means, call: CollectiveCall, total: torch.Tensor, *, op: ReduceOp) -> None:
