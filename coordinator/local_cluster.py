@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.config import CoordinatorConfig
@@ -22,8 +22,8 @@ class LocalClusterConfig:
     """The coordinator; each deployment waits for all nodes."""
     num_nodes: int
     """Node daemons to start."""
-    threads: int | None = None
-    """CPU threads of each node."""
+    threads: int | Sequence[int] | None = None
+    """CPU threads of each node: one figure, or one per node."""
     memory_bytes: int | None = None
     """Memory that each node offers."""
     device: str = "auto"

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,8 @@ from stagemesh.errors import ConfigError, NotReady
 logger = logging.getLogger(__name__)
 
 _FREE_SHARE = 0.8
+_PROCESS_BYTES = 512 * 2**20
+_LEAST_BYTES = 2**20
 _STOP_SECONDS = 5.0
 
 
@@ -29,8 +32,10 @@ class LocalNodes:
     Args:
         count: how many.
         coordinator: host:port to register at.
-        threads: CPU threads of each; the cores divided by `count`, at least one, by default.
-        memory_bytes: memory that each offers; an equal part of 80 % of what is free by default.
+        threads: CPU threads of each, one figure or one per node; the cores divided by `count`, at
+            least one, by default.
+        memory_bytes: memory that each offers; an equal part of 80 % of what is free, less what
+            its process takes, by default.
         device: device of each.
         token: the cluster's token.
     """
@@ -40,7 +45,7 @@ class LocalNodes:
         count: int,
         *,
         coordinator: str,
-        threads: int | None = None,
+        threads: int | Sequence[int] | None = None,
         memory_bytes: int | None = None,
         device: str = "auto",
         token: str | None = None,
@@ -51,9 +56,13 @@ class LocalNodes:
         self.count = count
         self._coordinator = coordinator
         cores = psutil.cpu_count() or 1
-        self._threads = threads or max(1, cores // count)
+        each = threads or max(1, cores // count)
+        self._threads = [each] * count if isinstance(each, int) else list(each)
+        if len(self._threads) != count:
+            raise ConfigError(f"threads for {len(self._threads)} nodes, but there are {count}")
         free = int(psutil.virtual_memory().available * _FREE_SHARE)
-        self._memory_bytes = memory_bytes or free // count
+        # What a node offers is for the model; its process comes on top.
+        self._memory_bytes = memory_bytes or max(_LEAST_BYTES, free // count - _PROCESS_BYTES)
         self._device = device
         self._token = token
         self._mqtt_url = mqtt_url
@@ -63,18 +72,19 @@ class LocalNodes:
     async def __aenter__(self) -> Self:
         try:
             for index in range(1, self.count + 1):
-                await self._start(f"node-{index}")
+                await self._start(index)
         except BaseException:
             await self.stop()
             raise
         return self
 
-    async def _start(self, node_id: str) -> None:
+    async def _start(self, index: int) -> None:
+        node_id = f"node-{index}"
         command = [
             *(sys.executable, "-m", "node"),
             *("--node-id", node_id),
             *("--coordinator", self._coordinator),
-            *("--threads", str(self._threads)),
+            *("--threads", str(self._threads[index - 1])),
             *("--memory", str(self._memory_bytes)),
             *("--device", self._device),
             *("--log-level", "info", "--exit-with-parent"),

@@ -5,7 +5,7 @@ shorter context (`coordinator.memory_fit`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.config import DeploymentConfig
 from coordinator.memory_fit import fit, fit_plan, run_dtype
@@ -49,7 +49,9 @@ def place(
     """
     if profile is None or not config.is_planned or not is_measured(profile, config, spec):
         return Placement(plan=_by_memory(config, spec, nodes))
-    result, workload = best_plan(config, spec, profile)
+    # A node that is away is left alone as it is; the planner would take its name for a mistake.
+    present = config.excluded & {node.node_id for node in profile.nodes}
+    result, workload = best_plan(replace(config, excluded=present), spec, profile)
     cost = held_model_cost(spec, dtype=result.plan.dtype)
     plan = to_layout(result, cost, concurrency=workload.concurrency)
     return Placement(plan=plan, result=result)

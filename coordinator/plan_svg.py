@@ -17,7 +17,7 @@ from coordinator.planner.profiles import Workload
 _WIDTH, _MARGIN, _TOP = 1240, 28, 84
 _CARD, _PILL, _GAP, _ROW_GAP = 232, 104, 76, 36
 _HEAD, _RANK, _PILL_HEIGHT = 58, 62, 36
-_MAX_RANKS, _MAX_NAME, _MAX_UNUSED = 4, 26, 8
+_MAX_RANKS, _MAX_NAME, _MAX_LINE, _MAX_UNUSED = 4, 26, 170, 8
 _BAR = _CARD - 24
 _INK, _FAINT, _LINE, _RED, _PAPER, _CARD_FILL = (
     "#1f2933",
@@ -68,18 +68,18 @@ def plan_svg(name: str, result: PlanResult, workload: Workload) -> str:
     parts += _legend(y)
     y += 30
     for line in _footer(result):
-        parts.append(_text(_MARGIN, y, line, color=_FAINT))
+        parts.append(_text(_MARGIN, y, _short(line, _MAX_LINE), color=_FAINT))
         y += 18
     height = y + _MARGIN - 10
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
         f'viewBox="0 0 {_WIDTH} {height:g}" font-family="Helvetica, Arial, sans-serif">',
         f'<rect width="{_WIDTH}" height="{height:g}" fill="{_PAPER}"/>',
-        '<defs><marker id="tip" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
-        f'<path d="M0,0 L9,4 L0,8 z" fill="{_LINE}"/></marker>'
-        '<marker id="redtip" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
-        f'<path d="M0,0 L9,4 L0,8 z" fill="{_RED}"/></marker></defs>',
-        _text(_MARGIN, 36, _title(name, result, workload), size=18, weight="bold"),
+        '<defs><marker id="tip" markerWidth="6" markerHeight="6" refX="5" refY="3" orient="auto">'
+        f'<path d="M0,0.5 L5.5,3 L0,5.5 z" fill="{_LINE}"/></marker>'
+        '<marker id="redtip" markerWidth="6" markerHeight="6" refX="5" refY="3" orient="auto">'
+        f'<path d="M0,0.5 L5.5,3 L0,5.5 z" fill="{_RED}"/></marker></defs>',
+        _text(_MARGIN, 36, _title(_short(name, 60), result, workload), size=18, weight="bold"),
         _text(_MARGIN, 58, _summary(result, workload), color=_FAINT, size=13),
     ]
     return "\n".join([*head, *parts, "</svg>", ""])
@@ -99,7 +99,7 @@ def _summary(result: PlanResult, workload: Workload) -> str:
         f"predicted {1 / expected.time_per_token_seconds:.3g} tokens/s for one stream, "
         f"{expected.tokens_per_second:.3g} for {workload.concurrency}; first token of "
         f"{workload.prompt_tokens} after {_ms(expected.time_to_first_token_seconds)}; "
-        f"limited by {expected.limiting}"
+        f"limited by {_short(expected.limiting, 60)}"
     )
 
 
@@ -245,8 +245,8 @@ def _text(
     )
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "..."
+def _short(text: str, limit: int = _MAX_NAME) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _ms(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """The node's own profile: measured once it is up, kept, and measured anew when someone asks.
 
-A measurement is a row of short slices on the compute thread (`node.measure`). Before each it waits
-until no step has been computed for a moment, so a node that serves is measured in its pauses; if
-there are none before the deadline, the old profile stays.
+A measurement is a row of short slices on the compute thread (`node.measure`); daemons of one host
+take turns. Before each slice it waits until no step has been computed for a moment, so a node that
+serves is measured in its pauses; if there are none before the deadline, the old profile stays.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import torch
 
 from node.device import DeviceMemory, read_memory
 from node.executor import ComputeThread
+from node.host_turn import host_turn
 from node.measure import DeviceSpeed, Slice, SpeedMeasurement
 from stagemesh.errors import CapacityExceeded, NotReady
 
@@ -87,7 +88,8 @@ class Profiler:
                 kept = self.profile
                 if kept is not None and time.time() - kept.measured_at <= max_age_seconds:
                     return kept
-                self.profile = await self._measure()
+                async with host_turn():
+                    self.profile = await self._measure()
                 return self.profile
         except TimeoutError:
             raise NotReady(

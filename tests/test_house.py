@@ -71,6 +71,7 @@ STUB_USERS = {
     "coordinator/measuring.py": "client of the nodes' profile service",
     "coordinator/profile_messages.py": "measured nodes and links and their messages",
     "coordinator/commands/status.py": "client of the coordinator's service",
+    "coordinator/commands/measured_tables.py": "prints its answers",
     "coordinator/commands/render.py": "prints its answers",
 }
 

@@ -110,10 +110,9 @@ async def _live(address: str, token: str | None, config: DeploymentConfig, show:
             f"no node of the cluster at {address} is measured: "
             + (", ".join(node.description.node_id for node in ready) or "there are no nodes")
         )
-    offered = {node.node_id for node in cluster.nodes}
-    # Those that have left may still be named in a script.
-    absent = sorted(config.excluded - offered)
-    return show(replace(config, excluded=config.excluded - set(absent)), cluster)
+    # A node that is away is left alone as it is.
+    present = config.excluded & {node.node_id for node in cluster.nodes}
+    return show(replace(config, excluded=present), cluster)
 
 
 def _write(path: Path, text: str) -> None:

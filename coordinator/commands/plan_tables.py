@@ -3,7 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.commands.render import gib, layers
+from coordinator.commands.render import layers
+from coordinator.commands.units import gib
 from coordinator.planner.plan import PlanResult
 from coordinator.planner.profiles import Workload
 

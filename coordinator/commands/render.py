@@ -1,21 +1,18 @@
 """Tables and progress bars; all a person sees of the coordinator on a terminal."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from coordinator.commands.measured_tables import measured_tables
+from coordinator.commands.units import gib
 from coordinator.deployment import Deployment
 from stagemesh.layout import Plan
 from stagemesh.rpc.v1 import coordinator_pb2
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes for a person."""
-    if num_bytes < 2**30:
-        return f"{num_bytes / 2**20:.0f} MiB"
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def layers(start: int, end: int) -> str:
@@ -131,7 +128,7 @@ class LoadBars:
             self._progress.update(bar, completed=total)
 
 
-def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
+def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table | Text]:
     """A cluster: a table of nodes, a table per deployment."""
     nodes = Table(title="nodes", title_justify="left", title_style="bold")
     for heading in ("node", "state", "address", "device", "memory", "used", "beat"):
@@ -147,7 +144,22 @@ def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
             gib(node.status.rss_bytes),
             f"{node.last_beat_seconds:.1f} s",
         )
-    return [nodes, *(_deployment_table(d, status) for d in status.deployments)]
+    parts: list[Table | Text] = [nodes, *measured_tables(status)]
+    for deployment in status.deployments:
+        parts += [_deployment_table(deployment, status), *_expected(deployment)]
+    return parts
+
+
+def _expected(deployment: coordinator_pb2.DeploymentStatus) -> Iterator[Text]:
+    """What the planner says of a placement that it made."""
+    if deployment.HasField("prediction"):
+        expected = deployment.prediction
+        yield Text(
+            f"predicted: {1 / expected.time_per_token_seconds:.4g} tokens/s for one stream, "
+            f"{expected.tokens_per_second:.4g} for all; limited by {expected.limiting}"
+        )
+    for unused in deployment.unused:
+        yield Text(f"not used: {unused.node_id}: {unused.reason}")
 
 
 def _deployment_table(

@@ -17,6 +17,7 @@ from stagemesh.rpc.status import from_rpc_error
 from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _TIMEOUT_SECONDS = 5.0
+_MEASURE_SECONDS = 60.0
 
 
 @click.command("status")
@@ -27,20 +28,27 @@ _TIMEOUT_SECONDS = 5.0
     show_default=True,
     help="The coordinator's gRPC address.",
 )
+@click.option(
+    "--measure", is_flag=True, help="Measure nodes and links anew first; takes some seconds."
+)
 @token_options
 @json_option
-def command(*, coordinator: str, token: str | None, token_file: Path | None, as_json: bool) -> None:
+def command(
+    *, coordinator: str, measure: bool, token: str | None, token_file: Path | None, as_json: bool
+) -> None:
     """Show a running cluster."""
 
     def start() -> int:
         shown_token = read_token(token_file, token)
-        return run_until_signalled(_status(coordinator, token=shown_token, as_json=as_json))
+        return run_until_signalled(
+            _status(coordinator, measure=measure, token=shown_token, as_json=as_json)
+        )
 
     guarded(start, log_format="text", log_level="warning")
 
 
-async def _status(address: str, *, token: str | None, as_json: bool) -> int:
-    status = await fetch_status(address, token=token)
+async def _status(address: str, *, measure: bool, token: str | None, as_json: bool) -> int:
+    status = await fetch_status(address, token=token, measure=measure)
     if as_json:
         fields = MessageToDict(
             status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -53,8 +61,15 @@ async def _status(address: str, *, token: str | None, as_json: bool) -> int:
     return 0
 
 
-async def fetch_status(address: str, *, token: str | None) -> coordinator_pb2.ClusterStatus:
+async def fetch_status(
+    address: str, *, token: str | None, measure: bool = False
+) -> coordinator_pb2.ClusterStatus:
     """Ask a coordinator.
+
+    Args:
+        address: its host:port.
+        token: the cluster's token.
+        measure: have nodes and links measured first.
 
     Raises:
         PeerLost: nobody answers at the address.
@@ -65,6 +80,11 @@ async def fetch_status(address: str, *, token: str | None) -> coordinator_pb2.Cl
         stub: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = (
             coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         )
+        if measure:
+            order = coordinator_pb2.MeasureClusterRequest(
+                version=our_version(), timeout_seconds=_MEASURE_SECONDS
+            )
+            return await stub.MeasureCluster(order, timeout=_MEASURE_SECONDS + _TIMEOUT_SECONDS)
         request = coordinator_pb2.GetClusterStatusRequest(version=our_version())
         return await stub.GetClusterStatus(request, timeout=_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError as error:

@@ -1,0 +1,65 @@
+"""What was measured of nodes and links, as tables."""
+
+from rich.table import Table
+
+from coordinator.commands.units import gib
+from stagemesh.rpc.v1 import coordinator_pb2
+
+_MAX_LINKS_SHOWN = 64
+
+
+def measured_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
+    """A table of node profiles and one of links, where there are any."""
+    tables = []
+    if any(node.status.HasField("profile") for node in status.nodes):
+        tables.append(_node_table(status))
+    if status.links:
+        tables.append(_link_table(status))
+    return tables
+
+
+def _node_table(status: coordinator_pb2.ClusterStatus) -> Table:
+    table = Table(title="measured", title_justify="left", title_style="bold")
+    for heading in ("node", "dtype", "weights read", "products", "per layer", "per step"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("memory", "free", "limit", "process", "took"):
+        table.add_column(heading, no_wrap=True)
+    for node in status.nodes:
+        profile = node.status.profile
+        for index, rates in enumerate(profile.rates):
+            common = (
+                f"{1e6 * profile.layer_overhead_seconds:.0f} us",
+                f"{1e6 * profile.step_overhead_seconds:.0f} us",
+                gib(profile.memory_total_bytes),
+                gib(profile.memory_free_bytes),
+                gib(profile.memory_limit_bytes) if profile.memory_limit_bytes else "none",
+                gib(profile.process_bytes),
+                f"{profile.measure_seconds:.1f} s",
+            )
+            table.add_row(
+                node.status.description.node_id if index == 0 else "",
+                rates.dtype,
+                f"{rates.stream_bytes_per_second / 1e9:.1f} GB/s",
+                f"{rates.flops_per_second / 1e9:.0f} GFLOP/s",
+                *(common if index == 0 else ()),
+            )
+    return table
+
+
+def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
+    table = Table(title="links", title_justify="left", title_style="bold")
+    for heading in ("from", "to", "one way", "rate"):
+        table.add_column(heading, no_wrap=True)
+    shown: set[frozenset[str]] = set()
+    for each in status.links:
+        ends = frozenset((each.source, each.link.node_id))
+        if ends in shown or len(shown) >= _MAX_LINKS_SHOWN:
+            continue  # measured from one end, it counts for both
+        shown.add(ends)
+        table.add_row(
+            each.source,
+            each.link.node_id,
+            f"{1e6 * each.link.latency_seconds:.0f} us",
+            f"{each.link.bytes_per_second / 1e6:.0f} MB/s",
+        )
+    return table
