@@ -72,18 +72,10 @@ class TrainStep:
         for stage in stages:
             stage.to(device or torch.device("cpu"))
         is_tied_over_pp = bool(model.get("tie_word_embeddings")) and mesh.pp.size > 1
+        make = make_optimizer or self._adamw
+        # Copies on two ranks must be cut alike; in a flat shard their neighbours differ.
         self.replicas = [
-            Replica(
-                stage,
-                dp=mesh.dp,
-                tp=mesh.tp,
-                is_sharded=config.fsdp,
-                is_mixed=config.precision == "mixed",
-                units=[f"model.layers.{index}" for index in stage.model.layers],
-                # Copies on two ranks must be cut alike; in a flat shard their neighbours differ.
-                flatten=not is_tied_over_pp,
-                make_optimizer=make_optimizer or self._adamw,
-            )
+            self._replica(stage, flatten=not is_tied_over_pp, make_optimizer=make)
             for stage in stages
         ]
         ends = [_shared_parameter(stage) for stage in stages] if is_tied_over_pp else []
@@ -142,6 +134,20 @@ class TrainStep:
     def close(self) -> None:
         """Leave the groups that it has opened."""
         self._pipeline.close()
+
+    def _replica(
+        self, stage: LlamaStage, *, flatten: bool, make_optimizer: MakeOptimizer
+    ) -> Replica:
+        return Replica(
+            stage,
+            dp=self.mesh.dp,
+            tp=self.mesh.tp,
+            is_sharded=self.config.fsdp,
+            is_mixed=self.config.precision == "mixed",
+            units=[f"model.layers.{index}" for index in stage.model.layers],
+            flatten=flatten,
+            make_optimizer=make_optimizer,
+        )
 
     def _rows(self, batch: torch.Tensor) -> torch.Tensor:
         """This replica's part of a batch."""
