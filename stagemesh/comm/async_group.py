@@ -7,7 +7,7 @@ peer is lost, or when somebody aborts the group.
 A send or receive that fails leaves the group usable. A collective that fails after it has begun
 does not (some ranks may have finished it): the group is broken, and says so in every later call,
 until its ranks join again with a higher incarnation. A CollectiveMismatch or a ConfigError breaks
-nothing.
+nothing. Over torch.distributed a few things differ: see TorchEngine.
 
 Legend: R is the group's size, N the bytes of the tensor argument (of the longer side, where an
 input and an output differ). "Moves" is what one rank sends, without the agreement that each

@@ -30,6 +30,8 @@ from stagemesh.comm.torch_engine import TorchEngine
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost
 from stagemesh.rpc.address import split_address
 
+_MARGIN = datetime.timedelta(seconds=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedStore:
@@ -159,7 +161,11 @@ class GlooOpener:
             group_id=group_id,
             timeout_seconds=timeout_seconds,
             engine=TorchEngine(
-                wire, transport=transport, wire=nccl, reduce_in_place=self._reduce_in_place
+                wire,
+                transport=transport,
+                names=RankNames(names_of(members)),
+                wire=nccl,
+                reduce_in_place=self._reduce_in_place,
             ),
             rank_names=names_of(members),
         )
@@ -192,7 +198,8 @@ class GlooOpener:
         except dist.DistNetworkError as error:
             raise PeerLost(f"the store of the group is gone: {first_line(error)}") from error
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = limit
+        # Of messages. Later than ours, whose error says more.
+        options._timeout = limit + _MARGIN
         device = (
             ProcessGroupGloo.create_default_device()
             if self._host is None

@@ -153,7 +153,9 @@ class LocalNetwork:
             await self.window(message.source_rank, target).acquire(message_cost(message.num_bytes))
             self._raise_if_dropped(message.source_rank, target)
             if not mailbox.put(message):
-                raise GroupAborted(f"rank {target} has left incarnation {message.incarnation}")
+                raise GroupAborted(
+                    f"{self._names.of(target)} has left incarnation {message.incarnation}"
+                )
 
     async def abort_peers(self, rank: int, *, incarnation: int, cause: str) -> None:
         """Abort the mailboxes of all other ranks of an incarnation."""

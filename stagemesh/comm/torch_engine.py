@@ -2,7 +2,8 @@
 
 The same calls, checks, results (bit for bit) and errors as those of the mesh. What differs:
 
-- the loss of a rank, or a timeout of a collective, names no rank: torch knows addresses only
+- torch knows addresses only: of more than two ranks the loss of one names none, and a timeout of a
+  collective names all others
 - a send ends only when its receive has begun
 - a receive from any rank does not see that all others are lost, and ends at its deadline; of ranks
   that have all sent something already the lowest comes first
@@ -25,6 +26,7 @@ from stagemesh.comm import torch_collectives as blocking
 from stagemesh.comm.collectives import CollectiveCall
 from stagemesh.comm.gloo_transport import GlooTransport
 from stagemesh.comm.gloo_wire import MAX_TAG, GlooWire, Wire, source_of, wait_for
+from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.raw import flat_bytes, shaped, write
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.scratch import Scratch
@@ -56,6 +58,7 @@ class TorchEngine:
         gloo: GlooWire,
         *,
         transport: GlooTransport,
+        names: RankNames,
         wire: Wire | None = None,
         reduce_in_place: bool = False,
     ) -> None:
@@ -64,6 +67,7 @@ class TorchEngine:
         Args:
             gloo: carries the agreements and the messages.
             transport: carries abort and incarnation.
+            names: who the ranks are, for errors.
             wire: carries the collectives' tensors; without one, `gloo` does.
             reduce_in_place: let torch work in the caller's tensor where it does an all_reduce. A
                 failure then leaves it undefined, and for as long again as the deadline torch may
@@ -71,6 +75,7 @@ class TorchEngine:
         """
         self._gloo = gloo
         self._transport = transport
+        self._names = names
         tensors = gloo if wire is None else wire
         scratch = Scratch(device=tensors.device)
         self._means = Means(
@@ -94,7 +99,7 @@ class TorchEngine:
         call = encode_call(Envelope(tag=0, operation="send", sequence=number, called_with=spec))
         head = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
         write_block(head, call, flat if is_small else None)
-        operation = f"send to rank {peer}"
+        operation = f"send to {self._names.of(peer)}"
 
         async def work() -> None:
             started = [self._gloo.send(head, peer=peer, tag=2 * tag)]
@@ -104,14 +109,14 @@ class TorchEngine:
                 await self._wait(each, operation)
 
         with waiting.on(peer):
-            await self._guarded(work())
+            await self._guarded(work(), peer=peer)
 
     async def receive(
         self, *, peer: int | None, tag: int, waiting: WaitingRanks
     ) -> tuple[int, torch.Tensor]:
         """As Engine."""
         _check_tag(tag)
-        operation = "recv from any rank" if peer is None else f"recv from rank {peer}"
+        operation = f"recv from {'any rank' if peer is None else self._names.of(peer)}"
 
         async def work() -> tuple[int, torch.Tensor]:
             head = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
@@ -130,11 +135,8 @@ class TorchEngine:
                 raise ProtocolError(f"{operation}: {flat.numel()} bytes came as {spec}")
             return source, shaped([flat], dtype=spec.dtype, shape=spec.shape)
 
-        with contextlib.ExitStack() as stack:
-            peers = [rank for rank in range(self._gloo.size) if rank != self._gloo.rank]
-            for each in peers if peer is None else [peer]:
-                stack.enter_context(waiting.on(each))
-            return await self._guarded(work())
+        with self._waiting_for(peer, waiting):
+            return await self._guarded(work(), peer=peer)
 
     async def barrier(self, call: CollectiveCall) -> None:
         """As Engine."""
@@ -247,7 +249,8 @@ class TorchEngine:
         async def on_thread() -> Result:
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
-        return await self._guarded(on_thread())
+        with self._waiting_for(None, call.waiting):
+            return await self._guarded(on_thread(), peer=None)
 
     def _write(self, outputs: Sequence[torch.Tensor], result: Result) -> None:
         """Put the chunk of each rank, or the only one, into its output."""
@@ -273,21 +276,39 @@ class TorchEngine:
         for memory in result.lent:
             self._means.scratch.give_back(memory)
 
-    async def _guarded(self, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
-        """Run; a failure that leaves torch with something under way cuts the connections."""
+    async def _guarded(self, work: Coroutine[Any, Any, _ResultT], *, peer: int | None) -> _ResultT:
+        """Run; a failure that leaves torch with something under way cuts the connections.
+
+        Args:
+            work: to run.
+            peer: with whom; None for all.
+        """
         try:
             return await work
         except (CollectiveMismatch, ConfigError):
             raise
-        except PeerLost:
+        except PeerLost as error:
             # Who aborts cuts its connections, too: perhaps that is what we have seen.
             await self._transport.find_abort()
             self._cut()
             self._transport.mailbox.raise_if_aborted()
-            raise
+            if peer is None and self._gloo.size == 2:
+                peer = 1 - self._gloo.rank
+            if peer is None:
+                raise
+            # torch does not say who, but there is only one.
+            raise PeerLost(f"{self._names.of(peer)} is lost: {error}", rank=peer) from error
         except BaseException:
             self._cut()
             raise
+
+    def _waiting_for(self, peer: int | None, waiting: WaitingRanks) -> contextlib.ExitStack:
+        """Within the block a rank is waited for; without one all others are, as far as we know."""
+        others = [rank for rank in range(self._gloo.size) if rank != self._gloo.rank]
+        with contextlib.ExitStack() as stack:
+            for each in others if peer is None else [peer]:
+                stack.enter_context(waiting.on(each))
+            return stack.pop_all()
 
     def _cut(self) -> None:
         """Free the threads that wait; the other ranks then need not wait for their deadline."""

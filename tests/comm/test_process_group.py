@@ -222,8 +222,7 @@ def test_a_rank_that_does_not_come_ends_the_call_at_its_deadline(backend: str) -
     assert isinstance(error, CollectiveTimeout)
     assert 0.4 < seconds < 2.5
     assert isinstance(later, GroupAborted)
-    if backend != "gloo":
-        assert "waiting for rank 1" in str(error)
+    assert "waiting for rank 1" in str(error)
 
 
 @on_each_backend
