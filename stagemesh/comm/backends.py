@@ -77,7 +77,7 @@ class GroupConfig:
     addresses, so its ranks always use those."""
     reduce_in_place: bool = False
     """gloo and nccl: whether an all_reduce of two ranks (sum or avg of float32 or float64, above
-    64 KiB) works in the caller's tensor. Between CPUs of one host it takes about a third less time.
+    64 KiB) works in the caller's tensor. For 16 to 64 MiB that takes a fifth to a third less time.
     But a failure leaves the tensor undefined, and torch may write to it for as long again as the
     operation's deadline: then make new tensors, too."""
 

@@ -90,7 +90,7 @@ def reduce_to(
     agree(means, call)
     check_reducible(tensor.dtype, op)
     is_torchs = len(receivers) == call.size and _is_torchs_sum_ours(call, tensor.dtype, op)
-    if is_torchs and means.reduces_in_place and raw.data_ptr() == tensor.data_ptr():
+    if is_torchs and means.reduces_in_place and _is_writable_memory_of(tensor, raw):
         _sum_by_torch(means, call, raw.view(tensor.dtype), op=op)
         return Result(chunks=())
     memory = means.scratch.take(raw.numel())
@@ -215,6 +215,11 @@ def _is_torchs_sum_ours(call: CollectiveCall, dtype: torch.dtype, op: ReduceOp) 
     """Whether torch's own all_reduce gives our bits: a sum of two has one order."""
     has_one_order = call.size == 2 and dtype in (torch.float32, torch.float64)
     return has_one_order and op in (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def _is_writable_memory_of(tensor: torch.Tensor, raw: torch.Tensor) -> bool:
+    # torch lets nobody compute in a tensor of inference mode.
+    return raw.data_ptr() == tensor.data_ptr() and not tensor.is_inference()
 
 
 def _sum_by_torch(means: Means, call: CollectiveCall, total: torch.Tensor, *, op: ReduceOp) -> None:

@@ -259,10 +259,11 @@ class TorchEngine:
             # The own chunk is still in the caller's input, which may lie in the other outputs.
             pairs.insert(0, pairs.pop(self._gloo.rank))
         for output, chunk in pairs:
-            is_apart = output.untyped_storage().data_ptr() != chunk.untyped_storage().data_ptr()
-            if is_apart:
+            if output.untyped_storage().data_ptr() != chunk.untyped_storage().data_ptr():
                 write(output, [chunk])
-            elif chunk.data_ptr() != output.data_ptr() or not output.is_contiguous():
+                continue
+            is_plain = output.is_contiguous() and not output.is_conj() and not output.is_neg()
+            if not is_plain or chunk.data_ptr() != output.data_ptr():
                 write(output, [chunk.clone()])
         self._return(result)
 

@@ -125,7 +125,10 @@ def test_reducing_in_place_gives_the_same_bits(op: ReduceOp) -> None:
         wide = torch.stack([mine, mine], dim=-1)
         group.all_reduce(wide[:, 0], op=op)
         assert torch.equal(wide[:, 1], mine)
-        return [group.all_reduce(mine, op=op), wide[:, 0]]
+        with torch.inference_mode():
+            inferred = parts[group.rank].clone()
+        group.all_reduce(inferred, op=op)
+        return [group.all_reduce(mine, op=op), wide[:, 0], inferred]
 
     for given in run_ranks(2, run, backend="gloo", reduce_in_place=True):
         for tensor in given:
