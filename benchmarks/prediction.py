@@ -29,7 +29,7 @@ from coordinator.placing import best_plan
 from coordinator.planner.plan import PlanResult
 from coordinator.planner.profiles import ClusterProfile
 from stagemesh.steps import SamplingParams
-from tests.support.checkpoints import write_tiny_checkpoint
+from tests.support.checkpoints import write_byte_tokenizer, write_tiny_checkpoint
 
 _START_SECONDS = 240.0
 _MEASURE_SECONDS = 60.0
@@ -209,6 +209,8 @@ def memory_models(folder: Path) -> dict[str, str]:
         n_positions=_MEMORY_CONTEXT,
         vocab_size=8192,
     )
+    for path in (qwen, gpt2):
+        write_byte_tokenizer(path)  # a coordinator serves text
     return {"sample": _SAMPLE, "random qwen3": str(qwen), "random gpt2": str(gpt2)}
 
 

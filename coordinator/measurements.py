@@ -143,10 +143,10 @@ class Measurements:
             return None
         guess = slowest_of(measured)
         links: dict[tuple[str, str], LinkProfile] = {}
-        sources: list[NodeInfo | None] = [None, *nodes]
-        for source in sources:
-            for target in nodes:
-                link = None if source is target else self.link(source, target)
+        sources: tuple[NodeInfo | None, ...] = (None, *nodes)
+        for i, source in enumerate(sources):
+            for target in nodes[i:]:
+                link = self.link(source, target)
                 if link is not None:
                     links[_name(source), target.node_id] = link
         return ClusterProfile(

@@ -5,6 +5,7 @@ matrix product reaches would say little. Times are the lower quartile of several
 disturbs a run only ever makes it slower.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ _WEIGHT_BYTES = 96 * 2**20
 """Of all matrices that are read in turn: more than caches hold."""
 _MANY_ROWS = 64
 _RATE_SECONDS = 0.08
-_STEP_SECONDS = 0.12
+_STEP_SECONDS = 0.06
+_STEP_ROUNDS = 3
 _MIN_RUNS = 3
 _MOST_TIMES = 2.0
 """Runs end after so many times the planned seconds, however few they are."""
@@ -64,13 +66,14 @@ class SpeedMeasurement:
         self._device = device
         self._num_elements = max(1, weight_bytes) // 4
         self._rates: dict[str, Rates] = {}
+        self._stages: dict[int, TrialStage] = {}
         self._steps: dict[int, float] = {}
         self._layers: list[nn.Module] = []
-        self._stream = 0.0
+        self._stream_seconds = math.inf
 
     def overhead_slices(self) -> Iterator[Slice]:
-        """The slices that take next to no memory."""
-        for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
+        """The slices that take next to no memory; in turn, so that a slow moment hits both."""
+        for num_layers in (_FEW_LAYERS, _MANY_LAYERS) * _STEP_ROUNDS:
             yield lambda n=num_layers: self._time_steps(n)  # type: ignore[misc]
 
     def rate_slices(self) -> Iterator[Slice]:
@@ -91,8 +94,10 @@ class SpeedMeasurement:
         )
 
     def _time_steps(self, num_layers: int) -> None:
-        stage = TrialStage(num_layers, device=self._device)
-        self._steps[num_layers] = self._time(stage.step, seconds=_STEP_SECONDS)
+        if num_layers not in self._stages:
+            self._stages[num_layers] = TrialStage(num_layers, device=self._device)
+        seconds = self._time(self._stages[num_layers].step, seconds=_STEP_SECONDS)
+        self._steps[num_layers] = min(seconds, self._steps.get(num_layers, math.inf))
 
     @torch.inference_mode()
     def _make_layers(self, dtype: torch.dtype) -> None:
@@ -114,17 +119,17 @@ class SpeedMeasurement:
             for layer in self._layers:
                 layer(row)
 
-        num_bytes = len(self._layers) * _IN * _OUT * dtype.itemsize
-        self._stream = num_bytes / self._time(read_all, seconds=_RATE_SECONDS)
+        self._stream_seconds = self._time(read_all, seconds=_RATE_SECONDS)
 
     @torch.inference_mode()
     def _time_flops(self, name: str, dtype: torch.dtype) -> None:
         rows = torch.full((_MANY_ROWS, _IN), 0.5, dtype=dtype, device=self._device)
         layer = self._layers[0]
         seconds = self._time(lambda: layer(rows), seconds=_RATE_SECONDS)
+        num_bytes = len(self._layers) * _IN * _OUT * dtype.itemsize
         self._layers = []
         self._rates[name] = Rates(
-            stream_bytes_per_second=self._stream,
+            stream_bytes_per_second=num_bytes / self._stream_seconds,
             flops_per_second=2 * _MANY_ROWS * _IN * _OUT / seconds,
         )
 

@@ -62,14 +62,21 @@ class Profiler:
         device: what computes.
         compute: its thread.
         load: what stages do, now.
+        max_weight_bytes: memory that a measurement may take, at most.
     """
 
     def __init__(
-        self, device: torch.device, *, compute: ComputeThread, load: Callable[[], Load]
+        self,
+        device: torch.device,
+        *,
+        compute: ComputeThread,
+        load: Callable[[], Load],
+        max_weight_bytes: int = _MOST_WEIGHT_BYTES,
     ) -> None:
         self._device = device
         self._compute = compute
         self._load = load
+        self._max_weight_bytes = max_weight_bytes
         self._lock = asyncio.Lock()
         self._seen_steps = 0
         self.profile: Profile | None = None
@@ -105,7 +112,7 @@ class Profiler:
         share = int(memory.free_bytes * _MEMORY_SHARE)
         speed = SpeedMeasurement(
             self._device,
-            weight_bytes=min(max(share, _LEAST_WEIGHT_BYTES), _MOST_WEIGHT_BYTES),
+            weight_bytes=min(max(share, _LEAST_WEIGHT_BYTES), self._max_weight_bytes),
         )
         await self._run(speed.overhead_slices())
         # Now the libraries are loaded and a stage has run, but no weights are held yet.

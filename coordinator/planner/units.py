@@ -195,10 +195,10 @@ class Ways:
                 index[node.node_id] = self._rows[i] = len(index) + 1
         count = len(index) + 1
         default = cluster.default_link
-        self._latency = np.full((count, count), default.latency_seconds)
+        self._latency = np.full((count, count), float(default.latency_seconds))
         self._byte_seconds = np.full((count, count), 1.0 / default.bytes_per_second)
-        self._entry = np.full(count, default.latency_seconds)
-        self._exit = np.full(count, default.latency_seconds)
+        self._entry = np.full(count, float(default.latency_seconds))
+        self._exit = np.full(count, float(default.latency_seconds))
         # A measured direction goes before the other one that stands in for it.
         measured = {(b, a): link for (a, b), link in cluster.links.items()} | dict(cluster.links)
         for (source, target), link in measured.items():

@@ -49,6 +49,30 @@ CASES = {
         Wait("1 nodes are registered; waiting a moment for more", seconds=0.75),
     ),
     "settled": ({"nodes": (A,), "seconds_since_join": 1.0}, Place((A,))),
+    "profiles are still to come": (
+        {
+            "nodes": (A, B),
+            "min_nodes": 2,
+            "seconds_since_join": 1.5,
+            "is_measuring": True,
+            "measure_seconds": 10.0,
+        },
+        Wait("measuring 2 nodes", seconds=8.5),
+    ),
+    "profiles did not come in time": (
+        {"nodes": (A, B), "is_measuring": True, "measure_seconds": 10.0},
+        Place((A, B)),
+    ),
+    "a lost node's stages do not wait for profiles": (
+        {
+            "nodes": (A,),
+            "seconds_since_join": 0.0,
+            "was_ready": True,
+            "is_measuring": True,
+            "measure_seconds": 10.0,
+        },
+        Place((A,)),
+    ),
     "too few after it was ready": (
         {"nodes": (A,), "min_nodes": 2, "was_ready": True},
         Place((A,)),
