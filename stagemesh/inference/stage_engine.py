@@ -1,29 +1,36 @@
 """One stage of a deployed model: weights, KV cache, and the forward of a step.
 
+A stage is run by one rank, or by a group of ranks that each have some heads, MLP columns and words
+of it. Then each rank has an engine, and all are given the same steps in the same order with the
+same activation; each gives the whole activation, or all tokens.
+
 Not thread-safe on purpose: a node runs each device's engine on that device's one compute thread.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from stagemesh.errors import CapacityExceeded, ProtocolError, StagemeshError, UnsupportedModel
+from stagemesh.errors import (
+    CapacityExceeded,
+    ProtocolError,
+    StagemeshError,
+    UnsupportedModel,
+)
 from stagemesh.inference import attention
 from stagemesh.inference.attention import SegmentSpan, StepContext
+from stagemesh.inference.draws import draw_tokens, logit_rows
 from stagemesh.inference.kv_cache import KVCache, KVLayout
-from stagemesh.inference.sampler import (
-    floored,
-    sample_token,
-    score_targets,
-    top_logprobs,
-)
+from stagemesh.inference.vocab_parallel import draw_over_ranks
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.builder import StageModel, build_stage
 from stagemesh.models.identity_check import check_identity
-from stagemesh.steps import SampledToken, SamplingParams, Segment, Step, TokenLogprob
+from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
 
 logger = logging.getLogger(__name__)
 
@@ -79,27 +86,37 @@ class StageEngine:
         device: torch.device,
         kv_limit_bytes: int,
         on_bytes: Callable[[int], None] | None = None,
+        tensor_group: TensorGroup | None = None,
     ) -> "StageEngine":
         """Build, load and try out a stage.
+
+        With a `tensor_group` all its ranks call this; each loads its own part. When one fails, it
+        aborts the group, so that the others do not wait for it.
 
         Raises:
             UnsupportedModel: the family does something around its layers that stages cannot do;
                 found by running it before anyone waits for an answer.
             CheckpointError: the checkpoint's files are wrong.
+            ConfigError: the ranks of the group were not told the same.
         """
         attention.register()
         try:
-            stage = build_stage(
-                spec,
-                start_layer=start_layer,
-                end_layer=end_layer,
-                dtype=dtype,
-                device=device,
-                attention=attention.ATTENTION_NAME,
-                on_bytes=on_bytes,
-            )
-            engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
-            engine.warm_up()
+            with _together(tensor_group, "loading"):
+                stage = build_stage(
+                    spec,
+                    start_layer=start_layer,
+                    end_layer=end_layer,
+                    dtype=dtype,
+                    device=device,
+                    attention=attention.ATTENTION_NAME,
+                    on_bytes=on_bytes,
+                    tensor_group=tensor_group,
+                )
+                engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
+                if tensor_group is not None:
+                    told = (spec.fingerprint, start_layer, end_layer, dtype)
+                    engine.cache.limit_bytes = _common_limit(engine.cache, tensor_group, told)
+                engine.warm_up()
         except (StagemeshError, torch.OutOfMemoryError):
             raise
         except _FAMILY_ERRORS as error:
@@ -161,7 +178,9 @@ class StageEngine:
         self._check_inputs(step, activation)
         spans = self._reserve(step.segments)
         context = StepContext(spans, first_layer=self.stage.start_layer)
-        output = self._forward(step, activation, context)
+        # What was refused above all ranks of a group refuse; from here on they wait for others.
+        with _together(self.stage.tensor_group, f"step {step.step_id}"):
+            output = self._forward(step, activation, context)
         expected = list(range(self.cache.layout.num_layers))
         if context.attended_layers != expected:
             raise UnsupportedModel(
@@ -254,62 +273,29 @@ class StageEngine:
 
     def _tokens(self, step: Step, arguments: dict[str, object]) -> tuple[SampledToken, ...]:
         """Logits for the positions that need them, and the draws from them."""
-        rows = _logit_rows(step.segments)
+        rows = logit_rows(step.segments)
         if not rows:
             self.stage.model.base_model(**arguments)
             return tuple(SampledToken(session_id=s.session_id) for s in step.segments)
         index = torch.tensor(rows, device=self.device)
         logits = self.stage.model(**arguments, logits_to_keep=index).logits[0].float().cpu()
-        tokens = []
-        row = 0
-        for segment in step.segments:
-            count = _num_logit_rows(segment)
-            tokens.append(_draw(segment, logits[row : row + count]))
-            row += count
-        return tuple(tokens)
-
-
-def _num_logit_rows(segment: Segment) -> int:
-    if segment.target_token_ids:
-        return segment.num_tokens
-    return 1 if segment.sampling is not None else 0
-
-
-def _logit_rows(segments: Sequence[Segment]) -> list[int]:
-    """Indices into the token axis at which logits are needed."""
-    rows: list[int] = []
-    offset = 0
-    for segment in segments:
-        offset += segment.num_tokens
-        rows.extend(range(offset - _num_logit_rows(segment), offset))
-    return rows
-
-
-def _draw(segment: Segment, logits: torch.Tensor) -> SampledToken:
-    """Result of one segment from its logits [n, V]; n may be 0."""
-    targets = segment.target_token_ids
-    scores = (
-        score_targets(logits[: len(targets)], targets, num_top=segment.num_target_top_logprobs)
-        if targets
-        else ()
-    )
-    params = segment.sampling
-    if params is None:
-        return SampledToken(session_id=segment.session_id, target_scores=scores)
-    position = segment.start_position + segment.num_tokens
-    token = sample_token(logits[-1], params, position=position)
-    logprob = 0.0
-    top: tuple[TokenLogprob, ...] = ()
-    if params.logprobs or params.num_top_logprobs:
-        logprobs = torch.log_softmax(logits[-1], dim=-1)
-        logprob, top = (
-            floored(float(logprobs[token])),
-            top_logprobs(logprobs, params.num_top_logprobs),
+        group = self.stage.tensor_group
+        if group is None:
+            return draw_tokens(step.segments, logits)
+        return draw_over_ranks(
+            step.segments,
+            logits,
+            process_group=group.process_group,
+            first_word=group.first_word,
+            vocab_size=self._vocab_size,
         )
-    return SampledToken(
-        session_id=segment.session_id,
-        token_id=token,
-        logprob=logprob,
-        top=top,
-        target_scores=scores,
-    )
+
+
+def _together(group: TensorGroup | None, what: str) -> AbstractContextManager[None]:
+    return nullcontext() if group is None else group.aborting(what)
+
+
+def _common_limit(cache: KVCache, group: TensorGroup, told: tuple[object, ...]) -> int:
+    """Bytes for the tokens that every rank has room for, so that all refuse the same steps."""
+    bytes_per_token = cache.layout.bytes_per_token
+    return group.meet(told, room=cache.limit_bytes // bytes_per_token) * bytes_per_token

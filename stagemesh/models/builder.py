@@ -9,8 +9,6 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,10 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
-from stagemesh.model_spec import ModelSpec, TensorInfo
-from stagemesh.models.buffers import materialize_buffers, stored_buffer_names
-from stagemesh.models.identity_check import Passthrough, modules_after_layers
+from stagemesh.model_spec import ModelSpec
+from stagemesh.models.buffers import materialize_buffers
+from stagemesh.models.identity_check import Elsewhere, Passthrough, modules_after_layers
 from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears
+from stagemesh.models.parameters import fill_parameters, untie_for_packing
+from stagemesh.models.tensor_parallel import TensorGroup, apply_tensor_plan, check_spread_norms
+from stagemesh.models.tp_plan import TensorPlan, plan_tensor_parallel
 from stagemesh.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
@@ -38,18 +39,6 @@ _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
-class Elsewhere(nn.Module):
-    """Stands where a module of another stage was; using it is a bug or an unsupported family."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Raise."""
-        raise UnsupportedModel(f"this stage has no {self._name}, but the model's forward uses it")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageModel:
     """A stage ready to run."""
@@ -64,11 +53,14 @@ class StageModel:
     is_last: bool
     dtype: torch.dtype
     num_kv_heads: int
+    """Key/value heads held here."""
     head_dim: int
     weight_bytes: int
     """Bytes of parameters held."""
     read_bytes: int
     """Bytes of model files read."""
+    tensor_group: TensorGroup | None = None
+    """The ranks that run the stage together; None for one alone."""
 
 
 def build_stage(
@@ -80,6 +72,7 @@ def build_stage(
     device: torch.device,
     attention: str,
     on_bytes: Callable[[int], None] | None = None,
+    tensor_group: TensorGroup | None = None,
 ) -> StageModel:
     """Build and load layers [start_layer, end_layer) of the model.
 
@@ -91,10 +84,11 @@ def build_stage(
         device: where the stage runs.
         attention: name of the registered attention and mask functions.
         on_bytes: called with the size of each tensor read, from this thread.
+        tensor_group: the ranks that run the stage together; each builds and loads its own part.
 
     Raises:
         ConfigError: the dtype or the layer range is not one.
-        UnsupportedModel: the family cannot be run in stages.
+        UnsupportedModel: the family cannot be run in stages, or not by several ranks.
         CheckpointError: a parameter is missing in the checkpoint or has another shape.
     """
     if dtype not in DTYPES:
@@ -107,14 +101,26 @@ def build_stage(
     config = _config(spec, attention=attention)
     model = _on_meta(config, DTYPES[dtype])
     _prune(model, range(start_layer, end_layer), is_first=is_first, is_last=is_last)
+    plan = _plan_tensors(model, tensor_group, name=spec.name)
     reader = WeightReader(spec, on_bytes=on_bytes)
     infos = {info.name: info for info in spec.tensors_for_stage(start_layer, end_layer)}
-    _fill(model, infos, reader, path=spec.path, device=device, keep_tied=is_first and is_last)
+    fill_parameters(
+        model,
+        infos,
+        reader,
+        path=spec.path,
+        device=device,
+        keep_tied=is_first and is_last,
+        cuts=plan.cuts if plan is not None else {},
+    )
     materialize_buffers(model, device=device)
     _apply_rope_factors(model, spec)
     model.train(mode=False).requires_grad_(requires_grad=False)
     if can_pack(device):
-        _untie_for_packing(model)
+        untie_for_packing(model)
+    if plan is not None and tensor_group is not None:
+        apply_tensor_plan(model, plan, group=tensor_group)
+    if can_pack(device):
         pack_linears(model)
     text = config.get_text_config()
     return StageModel(
@@ -125,11 +131,27 @@ def build_stage(
         is_first=is_first,
         is_last=is_last,
         dtype=DTYPES[dtype],
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        num_kv_heads=(
+            getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            if tensor_group is None
+            else tensor_group.num_kv_heads
+        ),
         head_dim=spec.head_dim,
         weight_bytes=_weight_bytes(model),
         read_bytes=reader.read_bytes,
+        tensor_group=tensor_group,
     )
+
+
+def _plan_tensors(
+    model: PreTrainedModel, group: TensorGroup | None, *, name: str
+) -> TensorPlan | None:
+    """What this rank has of each parameter; None when it is alone and has all."""
+    if group is None:
+        return None
+    plan = plan_tensor_parallel(model, shares=group.shares, rank=group.rank, name=name)
+    check_spread_norms(model, plan, name=name)
+    return plan
 
 
 def _config(spec: ModelSpec, *, attention: str) -> PretrainedConfig:
@@ -216,57 +238,6 @@ def _prune(model: PreTrainedModel, kept: range, *, is_first: bool, is_last: bool
         model.set_output_embeddings(Elsewhere("output head"))  # type: ignore[no-untyped-call]
 
 
-def _fill(
-    model: PreTrainedModel,
-    infos: dict[str, TensorInfo],
-    reader: WeightReader,
-    *,
-    path: Path,
-    device: torch.device,
-    keep_tied: bool,
-) -> None:
-    """Read each remaining parameter and stored buffer from the checkpoint."""
-    embedding = model.get_input_embeddings()
-    head = _head(model)
-    head_name = _name_of(model, head)
-    tied_source = None
-    if head_name is not None and f"{head_name}.weight" not in infos:
-        tied_source = next(
-            (n for n in infos if n.endswith(("embed_tokens.weight", "wte.weight"))), None
-        )
-    buffers = {name: model.get_buffer(name) for name in stored_buffer_names(model)}
-    for name, parameter in [*model.named_parameters(remove_duplicate=False), *buffers.items()]:
-        is_tied_head = head_name is not None and name == f"{head_name}.weight" and tied_source
-        if is_tied_head and keep_tied:
-            continue
-        info = infos.get(tied_source if is_tied_head and tied_source else name)
-        if info is None:
-            raise CheckpointError(f"{path}: the checkpoint has no tensor {name}")
-        if tuple(info.shape) != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{info.file}: tensor {info.source_name} has shape {list(info.shape)}, the model's "
-                f"{name} needs {list(parameter.shape)}"
-            )
-        tensor = reader.read(info, parameter.dtype).to(device)
-        parent, _, leaf = name.rpartition(".")
-        value = tensor if name in buffers else nn.Parameter(tensor, requires_grad=False)
-        setattr(model.get_submodule(parent), leaf, value)
-    if keep_tied and tied_source is not None:
-        assert head is not None
-        head.weight = embedding.weight
-
-
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return head
-
-
-def _name_of(model: nn.Module, module: nn.Module | None) -> str | None:
-    if module is None or isinstance(module, Elsewhere):
-        return None
-    return next((name for name, child in model.named_modules() if child is module), None)
-
-
 def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Divide the rotary frequencies by the factors that a GGUF file carries as a tensor."""
     factors = spec.rope_frequency_factors
@@ -285,10 +256,3 @@ def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:
 def _weight_bytes(model: nn.Module) -> int:
     packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, PackedLinear))
     return packed + sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def _untie_for_packing(model: PreTrainedModel) -> None:
-    """Give a tied head its own parameter object: packing re-lays the head, the table must stay."""
-    head, embedding = _head(model), model.get_input_embeddings()
-    if isinstance(head, nn.Linear) and head.weight is getattr(embedding, "weight", None):
-        head.weight = nn.Parameter(head.weight.data, requires_grad=False)

@@ -7,6 +7,7 @@ pipeline plan, each stage would do it once more, and the text would be fluent no
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,18 @@ class Passthrough(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return the activation [1, T, D] unchanged."""
         return hidden_states
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage was; using it is a bug or an unsupported family."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Raise."""
+        raise UnsupportedModel(f"this stage has no {self._name}, but the model's forward uses it")
 
 
 def modules_after_layers(model: PreTrainedModel) -> list[str]:

@@ -7,6 +7,7 @@ than a chunk is held, whatever the size of the tensor and whatever it is convert
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import gguf
 import torch
@@ -15,6 +16,7 @@ from stagemesh.checkpoint.gguf_names import permuted_heads
 from stagemesh.checkpoint.tensor_info import TensorInfo, open_for_reading, pread_into, same_data
 from stagemesh.errors import CheckpointError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec
+from stagemesh.models.tensor_cut import Range, TensorCut
 
 _CHUNK_BYTES = 4 << 20
 
@@ -40,6 +42,22 @@ _PLAIN_DTYPES = {
 _Decoder = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowSpan:
+    """Which bytes of each row are read, and which of the values in them are kept."""
+
+    row_bytes: int
+    """Bytes of a whole row."""
+    offset: int
+    """First byte that is read."""
+    num_bytes: int
+    """Bytes that are read."""
+    start: int
+    """First value that is kept, of those read."""
+    stop: int
+    """One past the last value that is kept."""
+
+
 class WeightReader:
     """Reads tensors of one model.
 
@@ -56,8 +74,16 @@ class WeightReader:
         self._spec = spec
         self._on_bytes = on_bytes
 
-    def read(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+    def read(
+        self, info: TensorInfo, dtype: torch.dtype, *, cut: TensorCut | None = None
+    ) -> torch.Tensor:
         """The tensor in `dtype`: dequantised, rows in transformers' order, contiguous, own memory.
+
+        Args:
+            info: which.
+            dtype: of the result.
+            cut: which part of it; no other rows are read, and of each row only the blocks of
+                quantised values that the columns touch.
 
         Raises:
             CheckpointError: the file is gone or too short.
@@ -67,38 +93,92 @@ class WeightReader:
         # A descriptor first: a truncated file is refused before memory is taken.
         descriptor = open_for_reading(info)
         try:
-            result = torch.empty(info.shape, dtype=dtype)
-            if result.numel():
-                self._fill(result, info, descriptor, decode)
+            if cut is None:
+                result = torch.empty(info.shape, dtype=dtype)
+                if result.numel():
+                    num_rows = _num_rows(info)
+                    span = _whole_rows(info, num_rows)
+                    rows = result.view(num_rows, -1)
+                    self._fill(rows, (0, num_rows), span, info, descriptor, decode)
+            else:
+                result = self._read_part(info, dtype, cut, descriptor, decode)
         finally:
             os.close(descriptor)
         return result
 
-    def _fill(
-        self, result: torch.Tensor, info: TensorInfo, descriptor: int, decode: _Decoder
-    ) -> None:
+    def _read_part(
+        self,
+        info: TensorInfo,
+        dtype: torch.dtype,
+        cut: TensorCut,
+        descriptor: int,
+        decode: _Decoder,
+    ) -> torch.Tensor:
+        """One part of a matrix, or of a vector of plain values."""
         num_rows = _num_rows(info)
-        rows = result.view(num_rows, -1)
-        row_bytes = info.num_bytes // num_rows
-        step = max(1, min(num_rows, _CHUNK_BYTES // row_bytes))
-        targets = self._target_rows(info, num_rows)
-        # torch.empty and not bytes: torch warns of memory that cannot be written.
-        buffer = torch.empty((step, row_bytes), dtype=torch.uint8)
-        view = buffer.numpy().data.cast("B")
-        for start in range(0, num_rows, step):
-            count = min(step, num_rows - start)
-            pread_into(
-                descriptor,
-                view[: count * row_bytes],
-                offset=info.offset + start * row_bytes,
-                info=info,
+        if len(info.shape) > 2 or num_rows != info.shape[0]:
+            raise UnsupportedModel(
+                f"{info.file}: tensor {info.source_name} of shape {list(info.shape)} and type "
+                f"{info.encoding} cannot be read in parts"
             )
-            self._count(count * row_bytes)
-            values = decode(buffer[:count])
+        ranges = cut.rows or ((0, num_rows),)
+        span = _whole_rows(info, num_rows)
+        if cut.columns is not None:
+            span = _row_span(info, *cut.columns)
+        count = sum(end - start for start, end in ranges)
+        result = torch.empty((count, span.stop - span.start), dtype=dtype)
+        done = 0
+        for start, end in ranges:
+            part = result[done : done + end - start]
+            self._fill(part, (start, end), span, info, descriptor, decode)
+            done += end - start
+        return result if len(info.shape) > 1 else result.view(-1)
+
+    def _fill(
+        self,
+        rows: torch.Tensor,
+        row_range: Range,
+        span: "_RowSpan",
+        info: TensorInfo,
+        descriptor: int,
+        decode: _Decoder,
+    ) -> None:
+        """Read `span` of each row of the file in `row_range` into `rows`."""
+        first, last = row_range
+        step = max(1, min(last - first, _CHUNK_BYTES // span.num_bytes))
+        targets = self._target_rows(info, _num_rows(info))
+        # torch.empty and not bytes: torch warns of memory that cannot be written.
+        buffer = torch.empty((step, span.num_bytes), dtype=torch.uint8)
+        view = buffer.numpy().data.cast("B")
+        for start in range(first, last, step):
+            count = min(step, last - start)
+            self._read_rows(descriptor, view, start, count, span, info)
+            values = decode(buffer[:count])[:, span.start : span.stop]
             if targets is None:
-                rows[start : start + count].copy_(values)
+                rows[start - first : start - first + count].copy_(values)
             else:
-                rows[targets[start : start + count]] = values.to(rows.dtype)
+                # Rows change places within their head only, and a part has whole heads.
+                rows[targets[start : start + count] - first] = values.to(rows.dtype)
+
+    def _read_rows(
+        self,
+        descriptor: int,
+        view: memoryview,
+        start: int,
+        count: int,
+        span: "_RowSpan",
+        info: TensorInfo,
+    ) -> None:
+        size = span.num_bytes
+        if size == span.row_bytes:
+            offset = info.offset + start * size
+            pread_into(descriptor, view[: count * size], offset=offset, info=info)
+        else:
+            for row in range(count):
+                offset = info.offset + (start + row) * span.row_bytes + span.offset
+                part = view[row * size : (row + 1) * size]
+                pread_into(descriptor, part, offset=offset, info=info)
+        self._count(count * size)
 
     def _count(self, num_bytes: int) -> None:
         self.read_bytes += num_bytes
@@ -141,6 +221,30 @@ def _num_rows(info: TensorInfo) -> int:
     if len(info.shape) > 1:
         return math.prod(info.shape[:-1])
     return math.prod(info.shape) if info.encoding in _PLAIN_DTYPES else 1
+
+
+def _whole_rows(info: TensorInfo, num_rows: int) -> _RowSpan:
+    size = info.num_bytes // num_rows
+    elements = info.num_elements // num_rows
+    return _RowSpan(row_bytes=size, offset=0, num_bytes=size, start=0, stop=elements)
+
+
+def _row_span(info: TensorInfo, start: int, end: int) -> _RowSpan:
+    """The blocks of a row that hold its values [start, end)."""
+    row_bytes = info.num_bytes // _num_rows(info)
+    dtype = _PLAIN_DTYPES.get(info.encoding)
+    if dtype is not None:
+        block, size = 1, dtype.itemsize
+    else:
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[info.encoding]]
+    first, last = start // block, -(-end // block)
+    return _RowSpan(
+        row_bytes=row_bytes,
+        offset=first * size,
+        num_bytes=(last - first) * size,
+        start=start - first * block,
+        stop=end - first * block,
+    )
 
 
 def _decoder(info: TensorInfo) -> _Decoder:

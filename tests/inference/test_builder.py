@@ -12,8 +12,8 @@ from torch import nn
 from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
 from stagemesh.inference import attention
 from stagemesh.model_spec import load_model_spec
-from stagemesh.models.builder import Elsewhere, StageModel, build_stage
-from stagemesh.models.identity_check import Passthrough, check_identity
+from stagemesh.models.builder import StageModel, build_stage
+from stagemesh.models.identity_check import Elsewhere, Passthrough, check_identity
 from tests.support.checkpoints import edit_tensors, tiny_model, write_model, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
