@@ -1,6 +1,7 @@
 """What a rank reads, holds and refuses."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,34 @@ def test_inner_linears_are_packed(tmp_path: Path) -> None:
     inner = [m.linear for m in engine.stage.model.modules() if isinstance(m, RowParallelLinear)]
     assert [type(linear) for linear in inner] == [PackedLinear] * 4
     assert {(linear.in_features, linear.out_features) for linear in inner} == {(16, 32), (32, 32)}
+
+
+def test_a_greedy_step_costs_two_sums_a_layer_and_one_for_the_embedding(tmp_path: Path) -> None:
+    spec = load_model_spec(write_tiny_checkpoint(tmp_path / "m", num_layers=3))
+
+    def run(group: ProcessGroup) -> tuple[list[str], list[str]]:
+        first = load_rank(spec, group, shares_of(spec, 2), layers=(0, 2))
+        last = load_rank(spec, group, shares_of(spec, 2), layers=(2, 3))
+        calls: list[str] = []
+        for name in ("all_reduce", "all_gather_tensor"):
+            setattr(group, name, _noting(calls, name, getattr(group, name)))
+        activation = first.run(step(0, 3), None).activation
+        of_first = calls.copy()
+        calls.clear()
+        last.run(step(0, 3), activation)
+        return of_first, calls
+
+    for of_first, of_last in run_ranks(2, run):
+        assert of_first == ["all_reduce"] * 5
+        assert of_last == ["all_reduce"] * 2 + ["all_gather_tensor"]
+
+
+def _noting(calls: list[str], name: str, call: Callable[..., object]) -> Callable[..., object]:
+    def noted(*args: object, **kwargs: object) -> object:
+        calls.append(name)
+        return call(*args, **kwargs)
+
+    return noted
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
