@@ -11,8 +11,9 @@ gradient passes, and all ranks of a group run the same steps in the same order.
 
 import copy
 import hashlib
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stagemesh.comm.process_group import ProcessGroup
-from stagemesh.errors import ConfigError, UnsupportedModel
+from stagemesh.errors import ConfigError, StagemeshError, UnsupportedModel
 from stagemesh.models.tp_plan import TensorPlan
 from stagemesh.placement.tensor_shares import TensorShares
 
@@ -101,7 +102,11 @@ class TensorGroup:
             is_done = True
         finally:
             if not is_done:
-                self.process_group.abort(f"rank {self.rank} failed in {what}")
+                error = sys.exception()
+                cause = f"rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
+                # A group that has ended already must not hide why.
+                with suppress(StagemeshError):
+                    self.process_group.abort(cause)
 
 
 class RowParallelLinear(nn.Module):

@@ -41,6 +41,8 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
     ("smollm3", {"pad_token_id": 0}),
     ("exaone4", {"sliding_window": 4}),
     ("olmo3", {"sliding_window": 4}),
+    ("granite_swa", {"pad_token_id": 0}),  # a sink for each head
+    ("vaultgemma", {}),
     ("gpt_neox", {"num_key_value_heads": 4}),
 ]
 
