@@ -1,4 +1,4 @@
-"""The planner's answer for a person: a table, the prediction in words, what is not used."""
+"""The planner's answer for a person: two tables, the prediction in words, what is not used."""
 
 from rich.console import Console
 from rich.table import Table
@@ -20,51 +20,61 @@ def print_plan(console: Console, name: str, result: PlanResult, workload: Worklo
         highlight=False,
         soft_wrap=True,
     )
-    console.print(plan_table(result))
+    for table in plan_tables(result):
+        console.print(table)
     for line in prediction_lines(result, workload):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def plan_table(result: PlanResult) -> Table:
-    """One row for each rank."""
-    table = Table()
+def plan_tables(result: PlanResult) -> tuple[Table, Table]:
+    """Who runs what, and the memory that it takes by kind: a row for each rank in both.
+
+    Two tables, so that both fit a terminal of 80 columns.
+    """
     is_single = len(result.plan.replicas) == 1
-    for heading in () if is_single else ("replica",):
-        table.add_column(heading, justify="right")
-    for heading in ("stage", "layers", "node"):
-        table.add_column(heading, no_wrap=True)
-    for heading in (
-        "KV groups",
-        "weights",
-        "embed+head",
-        "KV cache",
-        "activations",
-        "process",
-        "total",
-        "of limit",
-        "step",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    names = () if is_single else ("replica",)
+    placed = _table(
+        (*names, "stage", "layers", "node"), ("KV groups", "memory", "of limit", "step")
+    )
+    kinds = _table(
+        (*names, "stage", "node"), ("weights", "embed+head", "KV cache", "activations", "process")
+    )
     for number, replica in enumerate(result.plan.replicas):
         for index, stage in enumerate(replica.stages):
             seconds = result.prediction.stage_seconds[number][index]
             for rank_number, rank in enumerate(stage.ranks):
                 memory, is_first = rank.memory, rank_number == 0
-                table.add_row(
+                place = (
                     *(() if is_single else (str(number) if index == 0 and is_first else "",)),
                     str(index) if is_first else "",
+                )
+                placed.add_row(
+                    *place,
                     layers(stage.start_layer, stage.end_layer) if is_first else "",
                     rank.node_id,
                     str(rank.kv_groups),
+                    gib(memory.total),
+                    f"{memory.total / rank.memory_limit_bytes:.0%}",
+                    f"{1e3 * seconds:.2f} ms" if is_first else "",
+                )
+                kinds.add_row(
+                    *place,
+                    rank.node_id,
                     gib(memory.weights),
                     gib(memory.embedding_head),
                     gib(memory.kv),
                     gib(memory.activations),
                     gib(memory.overhead),
-                    gib(memory.total),
-                    f"{memory.total / rank.memory_limit_bytes:.0%}",
-                    f"{1e3 * seconds:.2f} ms" if is_first else "",
                 )
+    return placed, kinds
+
+
+def _table(places: tuple[str, ...], figures: tuple[str, ...]) -> Table:
+    table = Table()
+    for heading in places:
+        table.add_column(heading, overflow="fold")
+    for heading in figures:
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
