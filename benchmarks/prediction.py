@@ -200,18 +200,10 @@ def memory_models(folder: Path) -> dict[str, str]:
     heads: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4}
     long: dict[str, Any] = {"max_position_embeddings": _MEMORY_CONTEXT}
     qwen = write_tiny_checkpoint(folder / "qwen3", "qwen3", num_layers=10, **wide, **heads, **long)
-    gpt2 = write_tiny_checkpoint(
-        folder / "gpt2",
-        "gpt2",
-        num_layers=8,
-        n_embd=768,
-        n_head=12,
-        n_positions=_MEMORY_CONTEXT,
-        vocab_size=8192,
-    )
-    for path in (qwen, gpt2):
+    olmo2 = write_tiny_checkpoint(folder / "olmo2", "olmo2", num_layers=8, **wide, **heads, **long)
+    for path in (qwen, olmo2):
         write_byte_tokenizer(path)  # a coordinator serves text
-    return {"sample": _SAMPLE, "random qwen3": str(qwen), "random gpt2": str(gpt2)}
+    return {"sample": _SAMPLE, "random qwen3": str(qwen), "random olmo2": str(olmo2)}
 
 
 async def run_memory() -> tuple[list[dict[str, Any]], list[Floor]]:

@@ -7,11 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from coordinator.like_nodes import level_like_nodes
 from coordinator.membership import NodeInfo
 from coordinator.planner.profiles import COORDINATOR, ClusterProfile, LinkProfile, NodeProfile
 
 UNKNOWN_LINK = LinkProfile(latency_seconds=5e-4, bytes_per_second=1e8)
 """Where not a single link was measured: about a gigabit network."""
+
+SERVING_BYTES = 48 * 2**20
+"""What serving adds to a process beside the model: headers, connections, and blocks that the
+allocator keeps. By `python -m benchmarks.prediction --part memory`."""
 
 MAX_PEERS = 8
 """A node is probed by so many of those that joined after it; further links count as the median of
@@ -50,10 +55,11 @@ def planner_node(info: NodeInfo, measured: MeasuredNode) -> NodeProfile:
     What a node offers is for weights, KV cache and activations; its process comes on top of that,
     in the limit as in what is taken.
     """
+    process_bytes = measured.process_bytes + SERVING_BYTES
     return NodeProfile(
         node_id=info.node_id,
-        memory_bytes=info.memory_bytes + measured.process_bytes,
-        process_overhead_bytes=measured.process_bytes,
+        memory_bytes=info.memory_bytes + process_bytes,
+        process_overhead_bytes=process_bytes,
         stream_bytes_per_second=measured.stream_bytes_per_second,
         flops_per_second=measured.flops_per_second,
         layer_overhead_seconds=measured.layer_overhead_seconds,
@@ -150,8 +156,8 @@ class Measurements:
                 if link is not None:
                     links[_name(source), target.node_id] = link
         return ClusterProfile(
-            nodes=tuple(
-                planner_node(info, each or guess) for info, each in zip(nodes, known, strict=True)
+            nodes=level_like_nodes(
+                [planner_node(info, each or guess) for info, each in zip(nodes, known, strict=True)]
             ),
             links=links,
             default_link=typical_link(links.values()),

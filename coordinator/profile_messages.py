@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from coordinator.like_nodes import level_like_nodes
 from coordinator.measurements import MeasuredNode, planner_node, slowest_of, typical_link
 from coordinator.membership import NodeInfo
 from coordinator.planner.profiles import ClusterProfile, LinkProfile
@@ -121,7 +122,9 @@ def cluster_profile(
     known = {(each.source, each.link.node_id): link_profile(each.link) for each in links}
     infos = [node_info(status.description) for status in nodes]
     return ClusterProfile(
-        nodes=tuple(planner_node(info, measured.get(info.node_id, guess)) for info in infos),
+        nodes=level_like_nodes(
+            [planner_node(info, measured.get(info.node_id, guess)) for info in infos]
+        ),
         links=known,
         default_link=typical_link(known.values()),
     )

@@ -16,6 +16,7 @@ import torch
 
 from node.device import DeviceMemory, read_memory
 from node.executor import ComputeThread
+from node.free_memory import give_back_freed_memory
 from node.host_turn import host_turn
 from node.measure import DeviceSpeed, Slice, SpeedMeasurement
 from stagemesh.errors import CapacityExceeded, NotReady
@@ -115,9 +116,11 @@ class Profiler:
             weight_bytes=min(max(share, _LEAST_WEIGHT_BYTES), self._max_weight_bytes),
         )
         await self._run(speed.overhead_slices())
+        await self._compute.run(give_back_freed_memory)
         # Now the libraries are loaded and a stage has run, but no weights are held yet.
         process_bytes = psutil.Process().memory_info().rss - self._load().stage_bytes
         await self._run(speed.rate_slices())
+        await self._compute.run(give_back_freed_memory)
         profile = Profile(
             speed=speed.result(),
             memory=memory,

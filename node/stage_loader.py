@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 
 from node.executor import ComputeThread
+from node.free_memory import give_back_freed_memory
 from stagemesh.errors import CheckpointError, ModelNotFound, NotReady
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
 
 _PROGRESS_SECONDS = 0.2
+_TRIM_BYTES = 64 * 2**20
+"""So much read, freed memory is given back: what a load takes at most stays near its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +98,16 @@ class _Counter:
         self.loaded_bytes = 0
         self.total_bytes = 0
         self.stopped = threading.Event()
+        self._until_trim = _TRIM_BYTES
 
     def add(self, num_bytes: int) -> None:
         if self.stopped.is_set():
             raise NotReady("the load was stopped, since nobody waits for it any more")
         self.loaded_bytes += num_bytes
+        self._until_trim -= num_bytes
+        if self._until_trim <= 0:
+            self._until_trim = _TRIM_BYTES
+            give_back_freed_memory()
 
 
 def _load(request: StageRequest, device: torch.device, counter: _Counter) -> StageEngine:
@@ -107,7 +115,7 @@ def _load(request: StageRequest, device: torch.device, counter: _Counter) -> Sta
     counter.total_bytes = sum(
         info.num_bytes for info in spec.tensors_for_stage(request.start_layer, request.end_layer)
     )
-    return StageEngine.load(
+    engine = StageEngine.load(
         spec,
         start_layer=request.start_layer,
         end_layer=request.end_layer,
@@ -116,6 +124,8 @@ def _load(request: StageRequest, device: torch.device, counter: _Counter) -> Sta
         kv_limit_bytes=request.kv_cache_bytes,
         on_bytes=counter.add,
     )
+    give_back_freed_memory()
+    return engine
 
 
 def find_model(request: StageRequest) -> ModelSpec:

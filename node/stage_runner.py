@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from node.executor import ComputeThread
+from node.free_memory import give_back_freed_memory
 from node.next_stage import NextStage
 from stagemesh.errors import CapacityExceeded, NotReady, StagemeshError
 from stagemesh.inference.stage_engine import StageEngine, StageOutput
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUEUED_STEPS = 256
 _MAX_QUEUED_RESULTS = 4096
+_TRIM_BYTES = 32 * 2**20
+"""When the caches have grown or shrunk by so much, freed memory is given back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class StageRunner:
             _MAX_QUEUED_STEPS
         )
         self._watchers: set[Watcher] = set()
+        self._trimmed_at_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -160,7 +164,15 @@ class StageRunner:
             queue_nanos=begun - item.arrived_nanos,
             compute_nanos=ended - begun,
         )
+        self._give_back_old_caches()
         return output, timing
+
+    def _give_back_old_caches(self) -> None:
+        """A cache that grows is copied, and the C library keeps the blocks that it grew out of."""
+        used = self.engine.cache.used_bytes
+        if abs(used - self._trimmed_at_bytes) >= _TRIM_BYTES:
+            self._trimmed_at_bytes = used
+            give_back_freed_memory()
 
     async def _send_loop(self) -> None:
         while True:

@@ -7,9 +7,11 @@ layers:
     embedding,   on the first and the last stage, 1/R of each
     head
     KV cache     n * kv * g/G * max_context_tokens * concurrency
-    activations  of the largest step of T tokens: residual, its normed copy and the stage's input
-                 and output (T * 4 * hidden), queries, keys and values, gate and up; on the last
-                 stage float32 logits of one row per stream
+    activations  of the largest step of T tokens, what a layer's code holds at once and the
+                 allocator keeps: T * 6 hidden (residual, normed, input, output and copies), 4
+                 times queries, keys and values (as projected, rotated, repeated, transposed), gate,
+                 up, their product and a copy; on the last stage float32 logits of one row per
+                 stream
     overhead     the process
 
 Every kind grows with the span and with the share, which the search relies on.
@@ -24,7 +26,9 @@ from coordinator.planner.plan import MemoryByKind
 from coordinator.planner.profiles import NodeProfile, Workload
 from coordinator.planner.spans import Ints, Spans, step_tokens
 
-_RESIDUAL_COPIES = 4
+_RESIDUAL_COPIES = 6
+_ATTENTION_COPIES = 4
+_MLP_COPIES = 4
 _LOGIT_BYTES = 4
 
 
@@ -80,7 +84,7 @@ def rank_memory(
     tokens = workload.max_context_tokens * streams
     kv = spans.num_layers * (model.kv_bytes_per_token_layer * tokens)
     attention = _share(spans.attention_bytes, kv_groups, model.kv_groups)
-    heads = (model.num_heads + 2 * model.kv_groups) * model.head_dim
+    heads = _ATTENTION_COPIES * (model.num_heads + 2 * model.kv_groups) * model.head_dim
     row = _RESIDUAL_COPIES * model.hidden_size + -(-heads * kv_groups // model.kv_groups)
     columns = mlp_columns * column_elements(model)
     logits = _LOGIT_BYTES * model.vocab_size * streams
@@ -100,10 +104,10 @@ def mlp_weight_bytes(model: ModelCost, spans: Spans, mlp_columns: Ints) -> Ints:
 
 
 def column_elements(model: ModelCost) -> int:
-    """Elements of a token's activations per MLP column: gate and up, for each expert it visits."""
+    """Elements of a token's activations per MLP column, for each expert it visits."""
     if not model.hidden_size:
         return 0
-    return 2 * (model.experts_per_token if model.num_experts > 1 else 1)
+    return _MLP_COPIES * (model.experts_per_token if model.num_experts > 1 else 1)
 
 
 def _share(num_bytes: Ints, part: int, whole: int) -> Ints:

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.like_nodes import level_like_nodes
 from coordinator.measurements import (
     MAX_PEERS,
+    SERVING_BYTES,
     UNKNOWN_LINK,
     MeasuredNode,
     Measurements,
@@ -14,7 +16,7 @@ from coordinator.measurements import (
 )
 from coordinator.measuring import disjoint
 from coordinator.membership import NodeInfo
-from coordinator.planner.profiles import COORDINATOR, LinkProfile
+from coordinator.planner.profiles import COORDINATOR, LinkProfile, NodeProfile
 from coordinator.profile_messages import cluster_link, cluster_profile, measured_node, node_profile
 from stagemesh.errors import ProtocolError
 from stagemesh.rpc.v1 import node_pb2
@@ -106,9 +108,35 @@ def test_the_planner_gets_what_is_known_and_the_worst_for_what_is_not() -> None:
     assert typical_link([]) == UNKNOWN_LINK
 
 
+def test_nodes_that_measure_nearly_the_same_count_as_equal() -> None:
+    def named(name: str, factor: float, **changes) -> NodeProfile:
+        rates = {dtype: rate * factor for dtype, rate in FAST.stream_bytes_per_second.items()}
+        measured = replace(FAST, stream_bytes_per_second=rates)
+        return replace(planner_node(node(name, memory=2**29), measured), **changes)
+
+    nodes = [
+        named("a", 1.0),
+        named("b", 1.1),
+        named("c", 1.05, num_threads=2),
+        named("d", 2.0),
+        named("e", 1.04, device="cpu:0", layer_overhead_seconds=3.3e-4),
+        named("f", 1.0, layer_overhead_seconds=9e-4),
+    ]
+    levelled = level_like_nodes(nodes)
+    assert [n.node_id for n in levelled] == list("abcdef")
+    a, b, c, d, e, f = levelled
+    same = a.stream_bytes_per_second
+    assert same == b.stream_bytes_per_second == e.stream_bytes_per_second
+    assert same["float32"] == pytest.approx(1.04 * 10e9)
+    assert a.layer_overhead_seconds == e.layer_overhead_seconds == 3e-4
+    # Another number of threads, another speed, another overhead: as they were measured.
+    assert (c, d, f) == (nodes[2], nodes[3], nodes[5])
+    assert level_like_nodes([]) == ()
+
+
 def test_the_process_comes_on_top_of_what_a_node_offers() -> None:
     planned = planner_node(A, FAST)
-    assert planned.process_overhead_bytes == 500 * 2**20
+    assert planned.process_overhead_bytes == 500 * 2**20 + SERVING_BYTES
     assert planned.memory_bytes - planned.process_overhead_bytes == A.memory_bytes
 
 

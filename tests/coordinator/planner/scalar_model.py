@@ -38,8 +38,8 @@ def stage_memory(model: ModelCost, stage: Stage, rank: int, work: Workload, stre
         ends += 0 if model.tied and is_first else model.head_bytes
     kv = (end - start) * model.kv_bytes_per_token_layer * work.max_context_tokens * streams
     tokens = min(work.max_step_tokens, work.max_context_tokens * work.concurrency)
-    heads = (model.num_heads + 2 * model.kv_groups) * model.head_dim
-    row = 4 * model.hidden_size + ceil_div(heads * groups, model.kv_groups) + 2 * columns
+    heads = 4 * (model.num_heads + 2 * model.kv_groups) * model.head_dim
+    row = 6 * model.hidden_size + ceil_div(heads * groups, model.kv_groups) + 4 * columns
     total = rest + ceil_div(attention * groups, model.kv_groups)
     total += ceil_div(mlp * columns, model.mlp_columns) + ceil_div(ends, len(ranks))
     total += ceil_div(kv * groups, model.kv_groups) + node.process_overhead_bytes
@@ -271,10 +271,10 @@ def random_model(rng: random.Random, *, num_layers: int, columns: int = 4) -> Mo
         dtype=DTYPE,
         attention_bytes=tuple(attention),
         mlp_bytes=tuple(mlp),
-        hidden_size=rng.choice([8, 64]),
+        hidden_size=rng.choice([4, 41]),
         num_heads=6,
         kv_groups=rng.choice([2, 3]),
-        head_dim=4,
+        head_dim=1,
         mlp_columns=columns,
         vocab_size=50,
     )
