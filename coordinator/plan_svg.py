@@ -250,7 +250,7 @@ def _short(text: str, limit: int = _MAX_NAME) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _size(num_bytes: int) -> str:

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.commands.render import layers
-from coordinator.commands.units import gib
+from coordinator.commands.units import duration, gib
 from coordinator.planner.plan import PlanResult
 from coordinator.planner.profiles import Workload
 
@@ -55,7 +55,7 @@ def plan_tables(result: PlanResult) -> tuple[Table, Table]:
                     str(rank.kv_groups),
                     gib(memory.total),
                     f"{memory.total / rank.memory_limit_bytes:.0%}",
-                    f"{1e3 * seconds:.2f} ms" if is_first else "",
+                    duration(seconds) if is_first else "",
                 )
                 kinds.add_row(
                     *place,
@@ -83,14 +83,14 @@ def prediction_lines(result: PlanResult, workload: Workload) -> list[str]:
     expected = result.prediction
     lines = [
         f"predicted: {1 / expected.time_per_token_seconds:.4g} tokens/s for one stream "
-        f"({1e3 * expected.time_per_token_seconds:.4g} ms a token)"
+        f"({duration(expected.time_per_token_seconds)} a token)"
         + (
             f", {expected.tokens_per_second:.4g} tokens/s for {workload.concurrency} streams"
             if workload.concurrency > 1
             else ""
         ),
         f"first token of a prompt of {workload.prompt_tokens} tokens after "
-        f"{1e3 * expected.time_to_first_token_seconds:.4g} ms",
+        f"{duration(expected.time_to_first_token_seconds)}",
         f"limited by {expected.limiting}; slowest stage: {expected.limiting_stage}, slowest link: "
         f"{expected.limiting_link}",
         "no better plan exists by these figures"
