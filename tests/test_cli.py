@@ -35,12 +35,13 @@ def run(*command: str, seconds: float = 50.0, **settings: Any) -> subprocess.Com
 
 
 HELP = [
-    (["coordinator"], ["serve", "up", "generate", "status"]),
+    (["coordinator"], ["serve", "up", "generate", "plan", "status"]),
     (["coordinator", "serve"], ["--model", "--rpc-bind", "--token-file", "--mqtt", "--min-nodes"]),
     (["coordinator", "up"], ["--nodes", "--threads", "--memory", "--port", "--json"]),
     (["coordinator", "generate"], ["PROMPT", "--nodes", "--max-tokens", "--temperature", "--seed"]),
-    (["coordinator", "status"], ["--coordinator", "--json"]),
-    (["node"], ["--coordinator", "--bind", "--device", "--memory", "--token-file", "--mqtt"]),
+    (["coordinator", "status"], ["--coordinator", "--json", "--measure"]),
+    (["coordinator", "plan"], ["--nodes", "--objective", "--pin", "--exclude", "--svg"]),
+    (["node"], ["--coordinator", "--bind", "--device", "--memory", "--token-file", "--no-measure"]),
 ]
 
 

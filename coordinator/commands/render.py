@@ -1,6 +1,6 @@
 """Tables and progress bars; all a person sees of the coordinator on a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -20,8 +20,10 @@ def layers(start: int, end: int) -> str:
     return f"{start}-{end - 1} ({end - start})"
 
 
-def print_placement(console: Console, name: str, plan: Plan) -> None:
-    """A plan: a headline, a table with one row a stage, and the nodes that got none."""
+def print_placement(
+    console: Console, name: str, plan: Plan, *, reasons: Mapping[str, str] | None = None
+) -> None:
+    """A plan: a headline, a table with one row a stage, and the nodes that got none, and why."""
     stages = f"{plan.num_stages} stage{'s' if plan.num_stages > 1 else ''}"
     console.print(
         f"[bold]{name}[/bold]: {plan.num_layers} layers over {stages}, {plan.dtype}, "
@@ -30,7 +32,9 @@ def print_placement(console: Console, name: str, plan: Plan) -> None:
         soft_wrap=True,
     )
     console.print(_placement_table(plan))
-    if plan.unused_node_ids:
+    for node_id, reason in (reasons or {}).items():
+        console.print(f"not used: {node_id}: {reason}", highlight=False, soft_wrap=True)
+    if plan.unused_node_ids and not reasons:
         console.print(f"not used: {', '.join(plan.unused_node_ids)}", highlight=False)
 
 
@@ -114,7 +118,10 @@ class LoadBars:
             for bar in self._bars.values():
                 self._progress.remove_task(bar)
             self._bars.clear()
-            print_placement(self._progress.console, deployment.name, deployment.plan)
+            reasons = None if deployment.planned is None else deployment.planned.unused
+            print_placement(
+                self._progress.console, deployment.name, deployment.plan, reasons=reasons
+            )
         for stage, (loaded, total) in sorted(deployment.loaded_bytes.items()):
             if stage not in self._bars:
                 self._bars[stage] = self._progress.add_task(f"load stage {stage}", total=total)

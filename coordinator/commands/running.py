@@ -23,7 +23,8 @@ def announce(*, as_json: bool) -> Callable[[Deployment, Plan], None]:
         if as_json:
             click.echo(json.dumps({"event": "ready", **plan_json(deployment.name, plan)}))
         else:
-            print_placement(console, deployment.name, plan)
+            reasons = None if deployment.planned is None else deployment.planned.unused
+            print_placement(console, deployment.name, plan, reasons=reasons)
             console.print(f"[green]{deployment.name} is ready[/green]")
 
     return show

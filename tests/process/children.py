@@ -110,6 +110,7 @@ class Children:
         return self.start(
             "node",
             *("--node-id", node_id, "--coordinator", coordinator, "--device", "cpu"),
+            "--no-measure",  # every node gets layers then
             *("--threads", "1", "--memory", "1GiB", "--exit-with-parent"),
             *arguments,
         )
