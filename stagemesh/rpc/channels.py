@@ -28,8 +28,18 @@ MESSAGE_OPTIONS: Options = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
+WINDOW_OPTIONS: Options = [
+    # gRPC begins with a window of 64 KiB and finds a larger one with pings beside the data: a
+    # message of 64 KiB then waits for a round trip, and each ping wakes both ends. Ours is fixed;
+    # what a tensor stream may have under way is bounded by its own credit.
+    ("grpc.http2.lookahead_bytes", 8 * 2**20),
+    ("grpc.http2.bdp_probe", 0),
+]
+"""Of both ends: how much of a stream may be under way."""
+
 _CHANNEL_OPTIONS: Options = [
     *MESSAGE_OPTIONS,
+    *WINDOW_OPTIONS,
     # Else channels to one address share a TCP connection, and control would queue behind data.
     ("grpc.use_local_subchannel_pool", 1),
     # gRPC backs off up to two minutes by default: a restarted peer must be reached within 5 s.

@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.address import split_address
-from stagemesh.rpc.channels import MESSAGE_OPTIONS, Options
+from stagemesh.rpc.channels import MESSAGE_OPTIONS, WINDOW_OPTIONS, Options
 from stagemesh.rpc.fork_guard import PROCESS_GUARD
 from stagemesh.rpc.security import TokenInterceptor, check_bind
 from stagemesh.rpc.status import ErrorStatusInterceptor
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SERVER_OPTIONS: Options = [
     *MESSAGE_OPTIONS,
+    *WINDOW_OPTIONS,
     # With SO_REUSEPORT a second process would silently share the port and get half of the calls.
     ("grpc.so_reuseport", 0),
     # Our channels ping every 10 s, also when idle; the default would answer with GOAWAY.
