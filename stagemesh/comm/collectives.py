@@ -98,7 +98,8 @@ class CollectiveCall:
         if tensor.shape != (num_bytes,) or tensor.dtype not in (torch.uint8, torch.bool):
             raise ProtocolError(
                 f"{self.names.of(peer)} sent {TensorSpec.of(tensor)} in "
-                f"{self.envelope.operation}, expected {num_bytes} bytes; all ranks need the same direct_bytes and chunk_bytes"
+                f"{self.envelope.operation}, expected {num_bytes} bytes; "
+                "all ranks need the same direct_bytes and chunk_bytes"
             )
 
 
