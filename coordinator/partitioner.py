@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from coordinator.feasibility import CutSearch
 from coordinator.model_cost import ModelCost, NodeCapacity, StageCosts
 from coordinator.placement_advice import Demand, explain_misfit
-from coordinator.shares import even_out, proportional_counts
+from coordinator.shares import even_out
 from stagemesh.errors import ConfigError, PlacementError
 from stagemesh.layout import Plan, StageAssignment
+from stagemesh.placement.counts import proportional_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,6 @@
 
 from collections.abc import Sequence
 
-from stagemesh.placement.counts import proportional_counts
-
-__all__ = ["even_out", "proportional_counts"]
-
 _EQUAL_PERCENT = 104
 """Memories within this percentage of the smallest count as equal. Free memory of like machines
 differs by a few percent from hour to hour; a split that follows such noise gives one stage more

@@ -11,7 +11,8 @@ from coordinator.planner.memory_model import rank_memory
 from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
 from coordinator.planner.replicas import ReplicaSearch
 from coordinator.planner.spans import ModelSpans
-from coordinator.shares import even_out, proportional_counts
+from coordinator.shares import even_out
+from stagemesh.placement.counts import proportional_counts
 
 _ANY_SPEED = 1.0
 

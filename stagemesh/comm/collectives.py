@@ -232,7 +232,12 @@ def spans(num_bytes: int, chunk: int) -> Iterator[slice]:
 
 
 def split_evenly(raw: torch.Tensor, num_pieces: int, *, unit: int = 1) -> Sequence[torch.Tensor]:
-    """Views of consecutive pieces whose sizes differ by at most one `unit` of bytes."""
-    num_units = raw.numel() // unit
+    """Views of consecutive pieces: see `even_sizes`."""
+    return torch.split(raw, even_sizes(raw.numel(), num_pieces, unit=unit))
+
+
+def even_sizes(num_bytes: int, num_pieces: int, *, unit: int = 1) -> list[int]:
+    """Sizes of pieces that differ by at most one `unit` of bytes, which divides `num_bytes`."""
+    num_units = num_bytes // unit
     edges = [num_units * index // num_pieces * unit for index in range(num_pieces + 1)]
-    return [raw[start:end] for start, end in itertools.pairwise(edges)]
+    return [end - start for start, end in itertools.pairwise(edges)]

@@ -16,11 +16,10 @@ large operation gives lies in memory that is lent (`Result`).
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-from stagemesh.comm.collectives import CollectiveCall, spans
+from stagemesh.comm.collectives import CollectiveCall, even_sizes, spans
 from stagemesh.comm.layouts import check_layouts
 from stagemesh.comm.raw import flat_bytes
 from stagemesh.comm.reduce import ReduceOp, check_reducible, reduce_in_order
@@ -232,7 +231,7 @@ def _reduce_segment(
     means: Means, call: CollectiveCall, raw: torch.Tensor, result: torch.Tensor, part: _Part
 ) -> None:
     """Reduce this rank's piece of a segment, and exchange it for the pieces of the others."""
-    sizes = _even_sizes(raw.numel(), call.size, unit=part.dtype.itemsize)
+    sizes = even_sizes(raw.numel(), call.size, unit=part.dtype.itemsize)
     results = cut(result, sizes)
     memory = means.scratch.take(sizes[call.rank])
     # Two ranks write straight into the result. Of more, the others' pieces are not in one piece
@@ -291,12 +290,6 @@ def _reduce(parts: Sequence[torch.Tensor], *, dtype: torch.dtype, op: ReduceOp) 
         for part in parts
     ]
     return flat_bytes(reduce_in_order(whole, op=op), keep_device=True)
-
-
-def _even_sizes(num_bytes: int, num_pieces: int, *, unit: int) -> list[int]:
-    num_units = num_bytes // unit
-    edges = [num_units * index // num_pieces * unit for index in range(num_pieces + 1)]
-    return [end - start for start, end in pairwise(edges)]
 
 
 def _without(sizes: Sequence[int], rank: int) -> list[int]:

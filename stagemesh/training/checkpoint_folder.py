@@ -9,7 +9,6 @@ A checkpoint is written under a hidden name and renamed when all of it is on the
 removed gets a hidden name first. So a folder `step-N` is whole, however a process ends.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from stagemesh.checkpoint.json_file import read_json_object
 from stagemesh.errors import CheckpointError, ConfigError
+from stagemesh.parallel.fsdp.manifest import sync_path
 
 STATE_NAME = "training.json"
 FORMAT = "stagemesh-training"
@@ -67,11 +67,11 @@ def commit_checkpoint(run: Path, step: int) -> Path:
     """Give what was written its name; in place of one of the same name."""
     part, final = part_path(run, step), checkpoint_path(run, step)
     for path in (*part.iterdir(), part):
-        _sync(path)
+        sync_path(path)
     if final.exists():
         _remove(final)
     part.rename(final)
-    _sync(run)
+    sync_path(run)
     return final
 
 
@@ -123,11 +123,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(hidden)
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from coordinator.kv_budget import kv_capacity_tokens
 from coordinator.model_cost import ModelCost, NodeCapacity, StageCosts, model_cost
 from coordinator.partitioner import partition
-from coordinator.shares import even_out, proportional_counts
+from coordinator.shares import even_out
 from stagemesh.errors import ConfigError, PlacementError
 from stagemesh.layout import Plan
 from stagemesh.model_spec import load_model_spec
+from stagemesh.placement.counts import proportional_counts
 
 GIB = 2**30
 

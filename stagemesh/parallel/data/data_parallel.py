@@ -29,6 +29,7 @@ from stagemesh.parallel.data.agreement import broadcast_tensors, check_same_modu
 from stagemesh.parallel.data.config import DataParallelConfig
 from stagemesh.parallel.data.reducer import GradientReducer
 from stagemesh.parallel.data.weights import WeightSum
+from stagemesh.parallel.tensors import tensors_in
 
 
 class DataParallel(nn.Module):
@@ -94,7 +95,7 @@ class DataParallel(nn.Module):
         if self._synced_buffers and self.training and self._is_syncing:
             self._send_buffers()
         output = self.module(*args, **kwargs)
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # Runs before anything in the module's backward does.
                 tensor.register_hook(  # type: ignore[no-untyped-call]
@@ -235,15 +236,3 @@ class DataParallel(nn.Module):
             chunk_bytes=self.config.bucket_bytes,
             process_group=self.process_group,
         )
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested sequences and mappings, such as a model's output class."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors_in(value)

@@ -27,8 +27,8 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from stagemesh.parallel.fsdp.config import ShardingStrategy
 from stagemesh.parallel.fsdp.reducer import GradientReducer
-from stagemesh.parallel.fsdp.tensors import cast_floating, tensors_in
 from stagemesh.parallel.fsdp.unit import FsdpUnit
+from stagemesh.parallel.tensors import cast_floating, tensors_in
 
 _NO_BACKWARD = -1
 

@@ -16,8 +16,8 @@ from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
 from coordinator.planner.recheck import still_fits
 from coordinator.planner.replicas import EXACT_NODES, ReplicaSearch
 from coordinator.planner.time_model import TimeModel, objective_value
-from coordinator.shares import proportional_counts
 from stagemesh.errors import PlacementError
+from stagemesh.placement.counts import proportional_counts
 from tests.coordinator.planner.clusters import paper_cluster
 from tests.coordinator.planner.scalar_model import (
     fits,
