@@ -26,47 +26,50 @@ from stagemesh.rpc.v1 import comm_pb2 as stagemesh_dot_rpc_dot_v1_dot_comm__pb2
 from stagemesh.rpc.v1 import common_pb2 as stagemesh_dot_rpc_dot_v1_dot_common__pb2
 from stagemesh.rpc.v1 import node_pb2 as stagemesh_dot_rpc_dot_v1_dot_node__pb2
 from stagemesh.rpc.v1 import profile_pb2 as stagemesh_dot_rpc_dot_v1_dot_profile__pb2
+from stagemesh.rpc.v1 import weights_pb2 as stagemesh_dot_rpc_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stagemesh/rpc/v1/coordinator.proto\x12\x10stagemesh.rpc.v1\x1a\x1bstagemesh/rpc/v1/comm.proto\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1bstagemesh/rpc/v1/node.proto\x1a\x1estagemesh/rpc/v1/profile.proto\"k\n\x04Join\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12/\n\x04node\x18\x02 \x01(\x0b\x32!.stagemesh.rpc.v1.NodeDescription\"l\n\x04\x42\x65\x61t\x12$\n\x04join\x18\x01 \x01(\x0b\x32\x16.stagemesh.rpc.v1.Join\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.NodeStatus\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"f\n\tBeatReply\x12\x18\n\x10interval_seconds\x18\x01 \x01(\x01\x12\x15\n\rlimit_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x63oordinator_id\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"1\n\x0cLeaveRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08start_id\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"M\n\x17GetClusterStatusRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\"v\n\x15MeasureClusterRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08node_ids\x18\x02 \x03(\t\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"J\n\x0b\x43lusterLink\x12\x0e\n\x06source\x18\x01 \x01(\t\x12+\n\x04link\x18\x02 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.LinkProfile\"e\n\x0b\x43lusterNode\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.NodeStatus\x12\r\n\x05state\x18\x02 \x01(\t\x12\x19\n\x11last_beat_seconds\x18\x03 \x01(\x01\"\x80\x01\n\x0eStagePlacement\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bstart_layer\x18\x03 \x01(\r\x12\x11\n\tend_layer\x18\x04 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\xf9\x02\n\x10\x44\x65ploymentStatus\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x30\n\x06stages\x18\x05 \x03(\x0b\x32 .stagemesh.rpc.v1.StagePlacement\x12\x17\n\x0f\x61\x63tive_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x14\n\x0cloaded_bytes\x18\n \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x0b \x01(\x04\x12\x39\n\nprediction\x18\x0c \x01(\x0b\x32%.stagemesh.rpc.v1.PlacementPrediction\x12,\n\x06unused\x18\r \x03(\x0b\x32\x1c.stagemesh.rpc.v1.UnusedNode\"\x9a\x01\n\x13PlacementPrediction\x12\x1e\n\x16time_per_token_seconds\x18\x01 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x02 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\x03 \x01(\x01\x12\x10\n\x08limiting\x18\x04 \x01(\t\x12\x11\n\tobjective\x18\x05 \x01(\t\"-\n\nUnusedNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x88\x02\n\rClusterStatus\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12,\n\x05nodes\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.ClusterNode\x12\x37\n\x0b\x64\x65ployments\x18\x04 \x03(\x0b\x32\".stagemesh.rpc.v1.DeploymentStatus\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12,\n\x05links\x18\x06 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.ClusterLink\"\xd1\x01\n\x11RendezvousRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12-\n\x06member\x18\x05 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x42\x07\n\x05_rank\"d\n\x0fRendezvousReply\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12.\n\x07members\x18\x02 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x32\xb3\x03\n\x12\x43oordinatorService\x12\x44\n\tHeartbeat\x12\x16.stagemesh.rpc.v1.Beat\x1a\x1b.stagemesh.rpc.v1.BeatReply(\x01\x30\x01\x12\x45\n\x05Leave\x12\x1e.stagemesh.rpc.v1.LeaveRequest\x1a\x1c.stagemesh.rpc.v1.LeaveReply\x12^\n\x10GetClusterStatus\x12).stagemesh.rpc.v1.GetClusterStatusRequest\x1a\x1f.stagemesh.rpc.v1.ClusterStatus\x12Z\n\x0eMeasureCluster\x12\'.stagemesh.rpc.v1.MeasureClusterRequest\x1a\x1f.stagemesh.rpc.v1.ClusterStatus\x12T\n\nRendezvous\x12#.stagemesh.rpc.v1.RendezvousRequest\x1a!.stagemesh.rpc.v1.RendezvousReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"stagemesh/rpc/v1/coordinator.proto\x12\x10stagemesh.rpc.v1\x1a\x1bstagemesh/rpc/v1/comm.proto\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1bstagemesh/rpc/v1/node.proto\x1a\x1estagemesh/rpc/v1/profile.proto\x1a\x1estagemesh/rpc/v1/weights.proto\"k\n\x04Join\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12/\n\x04node\x18\x02 \x01(\x0b\x32!.stagemesh.rpc.v1.NodeDescription\"l\n\x04\x42\x65\x61t\x12$\n\x04join\x18\x01 \x01(\x0b\x32\x16.stagemesh.rpc.v1.Join\x12,\n\x06status\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.NodeStatus\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"f\n\tBeatReply\x12\x18\n\x10interval_seconds\x18\x01 \x01(\x01\x12\x15\n\rlimit_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x63oordinator_id\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"1\n\x0cLeaveRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08start_id\x18\x02 \x01(\t\"\x0c\n\nLeaveReply\"M\n\x17GetClusterStatusRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\"v\n\x15MeasureClusterRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08node_ids\x18\x02 \x03(\t\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"J\n\x0b\x43lusterLink\x12\x0e\n\x06source\x18\x01 \x01(\t\x12+\n\x04link\x18\x02 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.LinkProfile\"e\n\x0b\x43lusterNode\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.NodeStatus\x12\r\n\x05state\x18\x02 \x01(\t\x12\x19\n\x11last_beat_seconds\x18\x03 \x01(\x01\"\xa8\x01\n\x0eStagePlacement\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bstart_layer\x18\x03 \x01(\r\x12\x11\n\tend_layer\x18\x04 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btensor_rank\x18\x07 \x01(\r\x12\x11\n\tnum_ranks\x18\x08 \x01(\r\"\xa4\x03\n\x10\x44\x65ploymentStatus\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\x30\n\x06stages\x18\x05 \x03(\x0b\x32 .stagemesh.rpc.v1.StagePlacement\x12\x17\n\x0f\x61\x63tive_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x14\n\x0cloaded_bytes\x18\n \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x0b \x01(\x04\x12\x39\n\nprediction\x18\x0c \x01(\x0b\x32%.stagemesh.rpc.v1.PlacementPrediction\x12,\n\x06unused\x18\r \x03(\x0b\x32\x1c.stagemesh.rpc.v1.UnusedNode\x12)\n\x05loads\x18\x10 \x03(\x0b\x32\x1a.stagemesh.rpc.v1.NodeLoad\"\x83\x01\n\x08NodeLoad\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x14\n\x0cloaded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12,\n\x05\x66\x65tch\x18\x05 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.WeightFetch\"\x9a\x01\n\x13PlacementPrediction\x12\x1e\n\x16time_per_token_seconds\x18\x01 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x02 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\x03 \x01(\x01\x12\x10\n\x08limiting\x18\x04 \x01(\t\x12\x11\n\tobjective\x18\x05 \x01(\t\"-\n\nUnusedNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x88\x02\n\rClusterStatus\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12,\n\x05nodes\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.ClusterNode\x12\x37\n\x0b\x64\x65ployments\x18\x04 \x03(\x0b\x32\".stagemesh.rpc.v1.DeploymentStatus\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12,\n\x05links\x18\x06 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.ClusterLink\"\xd1\x01\n\x11RendezvousRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12-\n\x06member\x18\x05 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x42\x07\n\x05_rank\"d\n\x0fRendezvousReply\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12.\n\x07members\x18\x02 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x32\xb3\x03\n\x12\x43oordinatorService\x12\x44\n\tHeartbeat\x12\x16.stagemesh.rpc.v1.Beat\x1a\x1b.stagemesh.rpc.v1.BeatReply(\x01\x30\x01\x12\x45\n\x05Leave\x12\x1e.stagemesh.rpc.v1.LeaveRequest\x1a\x1c.stagemesh.rpc.v1.LeaveReply\x12^\n\x10GetClusterStatus\x12).stagemesh.rpc.v1.GetClusterStatusRequest\x1a\x1f.stagemesh.rpc.v1.ClusterStatus\x12Z\n\x0eMeasureCluster\x12\'.stagemesh.rpc.v1.MeasureClusterRequest\x1a\x1f.stagemesh.rpc.v1.ClusterStatus\x12T\n\nRendezvous\x12#.stagemesh.rpc.v1.RendezvousRequest\x1a!.stagemesh.rpc.v1.RendezvousReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.rpc.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOIN']._serialized_start=177
-  _globals['_JOIN']._serialized_end=284
-  _globals['_BEAT']._serialized_start=286
-  _globals['_BEAT']._serialized_end=394
-  _globals['_BEATREPLY']._serialized_start=396
-  _globals['_BEATREPLY']._serialized_end=498
-  _globals['_LEAVEREQUEST']._serialized_start=500
-  _globals['_LEAVEREQUEST']._serialized_end=549
-  _globals['_LEAVEREPLY']._serialized_start=551
-  _globals['_LEAVEREPLY']._serialized_end=563
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=565
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=642
-  _globals['_MEASURECLUSTERREQUEST']._serialized_start=644
-  _globals['_MEASURECLUSTERREQUEST']._serialized_end=762
-  _globals['_CLUSTERLINK']._serialized_start=764
-  _globals['_CLUSTERLINK']._serialized_end=838
-  _globals['_CLUSTERNODE']._serialized_start=840
-  _globals['_CLUSTERNODE']._serialized_end=941
-  _globals['_STAGEPLACEMENT']._serialized_start=944
-  _globals['_STAGEPLACEMENT']._serialized_end=1072
-  _globals['_DEPLOYMENTSTATUS']._serialized_start=1075
-  _globals['_DEPLOYMENTSTATUS']._serialized_end=1452
-  _globals['_PLACEMENTPREDICTION']._serialized_start=1455
-  _globals['_PLACEMENTPREDICTION']._serialized_end=1609
-  _globals['_UNUSEDNODE']._serialized_start=1611
-  _globals['_UNUSEDNODE']._serialized_end=1656
-  _globals['_CLUSTERSTATUS']._serialized_start=1659
-  _globals['_CLUSTERSTATUS']._serialized_end=1923
-  _globals['_RENDEZVOUSREQUEST']._serialized_start=1926
-  _globals['_RENDEZVOUSREQUEST']._serialized_end=2135
-  _globals['_RENDEZVOUSREPLY']._serialized_start=2137
-  _globals['_RENDEZVOUSREPLY']._serialized_end=2237
-  _globals['_COORDINATORSERVICE']._serialized_start=2240
-  _globals['_COORDINATORSERVICE']._serialized_end=2675
+  _globals['_JOIN']._serialized_start=209
+  _globals['_JOIN']._serialized_end=316
+  _globals['_BEAT']._serialized_start=318
+  _globals['_BEAT']._serialized_end=426
+  _globals['_BEATREPLY']._serialized_start=428
+  _globals['_BEATREPLY']._serialized_end=530
+  _globals['_LEAVEREQUEST']._serialized_start=532
+  _globals['_LEAVEREQUEST']._serialized_end=581
+  _globals['_LEAVEREPLY']._serialized_start=583
+  _globals['_LEAVEREPLY']._serialized_end=595
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=597
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=674
+  _globals['_MEASURECLUSTERREQUEST']._serialized_start=676
+  _globals['_MEASURECLUSTERREQUEST']._serialized_end=794
+  _globals['_CLUSTERLINK']._serialized_start=796
+  _globals['_CLUSTERLINK']._serialized_end=870
+  _globals['_CLUSTERNODE']._serialized_start=872
+  _globals['_CLUSTERNODE']._serialized_end=973
+  _globals['_STAGEPLACEMENT']._serialized_start=976
+  _globals['_STAGEPLACEMENT']._serialized_end=1144
+  _globals['_DEPLOYMENTSTATUS']._serialized_start=1147
+  _globals['_DEPLOYMENTSTATUS']._serialized_end=1567
+  _globals['_NODELOAD']._serialized_start=1570
+  _globals['_NODELOAD']._serialized_end=1701
+  _globals['_PLACEMENTPREDICTION']._serialized_start=1704
+  _globals['_PLACEMENTPREDICTION']._serialized_end=1858
+  _globals['_UNUSEDNODE']._serialized_start=1860
+  _globals['_UNUSEDNODE']._serialized_end=1905
+  _globals['_CLUSTERSTATUS']._serialized_start=1908
+  _globals['_CLUSTERSTATUS']._serialized_end=2172
+  _globals['_RENDEZVOUSREQUEST']._serialized_start=2175
+  _globals['_RENDEZVOUSREQUEST']._serialized_end=2384
+  _globals['_RENDEZVOUSREPLY']._serialized_start=2386
+  _globals['_RENDEZVOUSREPLY']._serialized_end=2486
+  _globals['_COORDINATORSERVICE']._serialized_start=2489
+  _globals['_COORDINATORSERVICE']._serialized_end=2924
 # @@protoc_insertion_point(module_scope)

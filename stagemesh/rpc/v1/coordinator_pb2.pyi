@@ -11,6 +11,7 @@ from stagemesh.rpc.v1 import comm_pb2 as _comm_pb2
 from stagemesh.rpc.v1 import common_pb2 as _common_pb2
 from stagemesh.rpc.v1 import node_pb2 as _node_pb2
 from stagemesh.rpc.v1 import profile_pb2 as _profile_pb2
+from stagemesh.rpc.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -241,6 +242,8 @@ Global___ClusterNode: _TypeAlias = ClusterNode  # noqa: Y015
 
 @_typing.final
 class StagePlacement(_message.Message):
+    """One rank of a stage."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
@@ -249,12 +252,17 @@ class StagePlacement(_message.Message):
     END_LAYER_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    TENSOR_RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     node_id: _builtins.str
     start_layer: _builtins.int
     end_layer: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
+    tensor_rank: _builtins.int
+    num_ranks: _builtins.int
+    """Ranks that run the stage together."""
     def __init__(
         self,
         *,
@@ -264,10 +272,12 @@ class StagePlacement(_message.Message):
         end_layer: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
+        tensor_rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "stage", b"stage", "start_layer", b"start_layer", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "kv_bytes", b"kv_bytes", "node_id", b"node_id", "num_ranks", b"num_ranks", "stage", b"stage", "start_layer", b"start_layer", "tensor_rank", b"tensor_rank", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,6 +300,7 @@ class DeploymentStatus(_message.Message):
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     UNUSED_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     model: _builtins.str
     state: _builtins.str
@@ -309,6 +320,10 @@ class DeploymentStatus(_message.Message):
 
     @_builtins.property
     def unused(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnusedNode]: ...
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeLoad]:
+        """How far each node is with the last load."""
+
     def __init__(
         self,
         *,
@@ -325,14 +340,50 @@ class DeploymentStatus(_message.Message):
         total_bytes: _builtins.int = ...,
         prediction: Global___PlacementPrediction | None = ...,
         unused: _abc.Iterable[Global___UnusedNode] | None = ...,
+        loads: _abc.Iterable[Global___NodeLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "deployment_id", b"deployment_id", "detail", b"detail", "dtype", b"dtype", "generated_tokens", b"generated_tokens", "loaded_bytes", b"loaded_bytes", "model", b"model", "prediction", b"prediction", "stages", b"stages", "state", b"state", "total_bytes", b"total_bytes", "unused", b"unused", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_requests", b"active_requests", "deployment_id", b"deployment_id", "detail", b"detail", "dtype", b"dtype", "generated_tokens", b"generated_tokens", "loaded_bytes", b"loaded_bytes", "loads", b"loads", "model", b"model", "prediction", b"prediction", "stages", b"stages", "state", b"state", "total_bytes", b"total_bytes", "unused", b"unused", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeploymentStatus: _TypeAlias = DeploymentStatus  # noqa: Y015
+
+@_typing.final
+class NodeLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LOADED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    node_id: _builtins.str
+    loaded_bytes: _builtins.int
+    """Read into memory."""
+    total_bytes: _builtins.int
+    @_builtins.property
+    def fetch(self) -> _weights_pb2.WeightFetch:
+        """Present when the node has no files of the model."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        loaded_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        fetch: _weights_pb2.WeightFetch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "loaded_bytes", b"loaded_bytes", "node_id", b"node_id", "stage", b"stage", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
 class PlacementPrediction(_message.Message):

@@ -22,70 +22,76 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from stagemesh.rpc.v1 import comm_pb2 as stagemesh_dot_rpc_dot_v1_dot_comm__pb2
 from stagemesh.rpc.v1 import common_pb2 as stagemesh_dot_rpc_dot_v1_dot_common__pb2
 from stagemesh.rpc.v1 import profile_pb2 as stagemesh_dot_rpc_dot_v1_dot_profile__pb2
 from stagemesh.rpc.v1 import tensor_pb2 as stagemesh_dot_rpc_dot_v1_dot_tensor__pb2
+from stagemesh.rpc.v1 import weights_pb2 as stagemesh_dot_rpc_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/rpc/v1/node.proto\x12\x10stagemesh.rpc.v1\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1estagemesh/rpc/v1/profile.proto\x1a\x1dstagemesh/rpc/v1/tensor.proto\"E\n\x0f\x44\x65scribeRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\"\xae\x02\n\x0fNodeDescription\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0bnum_threads\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12memory_total_bytes\x18\x07 \x01(\x04\x12\x10\n\x08hostname\x18\x08 \x01(\t\x12\x10\n\x08platform\x18\t \x01(\t\x12\x10\n\x08start_id\x18\n \x01(\t\x12\x11\n\tunix_path\x18\x0b \x01(\t\x12\x0f\n\x07host_id\x18\x0c \x01(\t\x12\x14\n\x0cwill_measure\x18\r \x01(\x08\"Q\n\x0bModelSource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\treference\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"\xae\x02\n\x10LoadStageRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x15\n\rdeployment_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x05model\x18\x04 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.ModelSource\x12\r\n\x05stage\x18\x05 \x01(\r\x12\x12\n\nnum_stages\x18\x06 \x01(\r\x12\x13\n\x0bstart_layer\x18\x07 \x01(\r\x12\x11\n\tend_layer\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x16\n\x0ekv_cache_bytes\x18\n \x01(\x04\x12\x1a\n\x12max_context_tokens\x18\x0b \x01(\r\"k\n\x11LoadStageProgress\x12\x14\n\x0cloaded_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12+\n\x05ready\x18\x03 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.StageReady\"h\n\nStageReady\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\x02 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x03 \x01(\x01\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\"n\n\x10LinkStageRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\x14\n\x0cnext_node_id\x18\x02 \x01(\t\x12\x14\n\x0cnext_address\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\")\n\x0eLinkStageReply\x12\x17\n\x0f\x63onnect_seconds\x18\x01 \x01(\x01\"+\n\x12UnloadStageRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\"\x12\n\x10UnloadStageReply\"\x8c\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10num_top_logprobs\x18\x06 \x01(\r\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\"\xb8\x01\n\x07Segment\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .stagemesh.rpc.v1.SamplingParams\x12\x18\n\x10target_token_ids\x18\x05 \x03(\r\x12\x1f\n\x17num_target_top_logprobs\x18\x06 \x01(\r\"H\n\x0bStageTiming\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x13\n\x0bqueue_nanos\x18\x02 \x01(\x04\x12\x15\n\rcompute_nanos\x18\x03 \x01(\x04\"\xaa\x01\n\nStepHeader\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12+\n\x08segments\x18\x02 \x03(\x0b\x32\x19.stagemesh.rpc.v1.Segment\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1b\n\x13release_session_ids\x18\x04 \x03(\x04\x12.\n\x07timings\x18\x05 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.StageTiming\"z\n\tStepHello\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x15\n\rdeployment_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05stage\x18\x04 \x01(\r\"\x97\x01\n\tStepFrame\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.stagemesh.rpc.v1.StepHello\x12,\n\x06header\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.StepHeader\x12\x30\n\nactivation\x18\x03 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"\x1b\n\x07StepAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"A\n\x13WatchResultsRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"K\n\x0bTargetScore\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.TokenLogprob\"\xbb\x01\n\x0cSampledToken\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\thas_token\x18\x02 \x01(\x08\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12+\n\x03top\x18\x05 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.TokenLogprob\x12\x34\n\rtarget_scores\x18\x06 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.TargetScore\"y\n\x0cStageFailure\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x12\n\nerror_type\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x11\n\ttraceback\x18\x06 \x01(\t\"\xc0\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12.\n\x06tokens\x18\x02 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.SampledToken\x12.\n\x07timings\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.StageTiming\x12/\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1e.stagemesh.rpc.v1.StageFailure\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x08\"\x16\n\x14GetNodeStatusRequest\"\x85\x02\n\x0bStageStatus\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x13\n\x0bstart_layer\x18\x04 \x01(\r\x12\x11\n\tend_layer\x18\x05 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x15\n\rkv_used_bytes\x18\x07 \x01(\x04\x12\x16\n\x0ekv_limit_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cnum_sessions\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x12\n\nnum_tokens\x18\x0b \x01(\x04\x12\x17\n\x0f\x63ompute_seconds\x18\x0c \x01(\x01\"\xe3\x01\n\nNodeStatus\x12\x36\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.NodeDescription\x12\x11\n\trss_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63pu_percent\x18\x03 \x01(\x01\x12-\n\x06stages\x18\x04 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.StageStatus\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12.\n\x07profile\x18\x06 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.NodeProfile2\xd9\x04\n\x0bNodeService\x12P\n\x08\x44\x65scribe\x12!.stagemesh.rpc.v1.DescribeRequest\x1a!.stagemesh.rpc.v1.NodeDescription\x12V\n\tLoadStage\x12\".stagemesh.rpc.v1.LoadStageRequest\x1a#.stagemesh.rpc.v1.LoadStageProgress0\x01\x12Q\n\tLinkStage\x12\".stagemesh.rpc.v1.LinkStageRequest\x1a .stagemesh.rpc.v1.LinkStageReply\x12W\n\x0bUnloadStage\x12$.stagemesh.rpc.v1.UnloadStageRequest\x1a\".stagemesh.rpc.v1.UnloadStageReply\x12\x46\n\x08RunSteps\x12\x1b.stagemesh.rpc.v1.StepFrame\x1a\x19.stagemesh.rpc.v1.StepAck(\x01\x30\x01\x12U\n\x0cWatchResults\x12%.stagemesh.rpc.v1.WatchResultsRequest\x1a\x1c.stagemesh.rpc.v1.StepResult0\x01\x12U\n\rGetNodeStatus\x12&.stagemesh.rpc.v1.GetNodeStatusRequest\x1a\x1c.stagemesh.rpc.v1.NodeStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/rpc/v1/node.proto\x12\x10stagemesh.rpc.v1\x1a\x1bstagemesh/rpc/v1/comm.proto\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1estagemesh/rpc/v1/profile.proto\x1a\x1dstagemesh/rpc/v1/tensor.proto\x1a\x1estagemesh/rpc/v1/weights.proto\"E\n\x0f\x44\x65scribeRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\"\xae\x02\n\x0fNodeDescription\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x13\n\x0bnum_threads\x18\x05 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x1a\n\x12memory_total_bytes\x18\x07 \x01(\x04\x12\x10\n\x08hostname\x18\x08 \x01(\t\x12\x10\n\x08platform\x18\t \x01(\t\x12\x10\n\x08start_id\x18\n \x01(\t\x12\x11\n\tunix_path\x18\x0b \x01(\t\x12\x0f\n\x07host_id\x18\x0c \x01(\t\x12\x14\n\x0cwill_measure\x18\r \x01(\x08\"\x9e\x01\n\x0bModelSource\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x11\n\treference\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x17\n\x0fweights_address\x18\x05 \x01(\t\x12\x32\n\x0cweight_peers\x18\x06 \x03(\x0b\x32\x1c.stagemesh.rpc.v1.WeightPeer\"b\n\x0cTensorShares\x12\x14\n\x0cnum_kv_heads\x18\x01 \x01(\r\x12\x13\n\x0bquery_heads\x18\x02 \x03(\r\x12\x13\n\x0bmlp_columns\x18\x03 \x03(\r\x12\x12\n\nvocab_rows\x18\x04 \x03(\r\"}\n\x0bTensorGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12.\n\x07members\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\"\xd9\x03\n\x10LoadStageRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x15\n\rdeployment_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12,\n\x05model\x18\x04 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.ModelSource\x12\r\n\x05stage\x18\x05 \x01(\r\x12\x12\n\nnum_stages\x18\x06 \x01(\r\x12\x13\n\x0bstart_layer\x18\x07 \x01(\r\x12\x11\n\tend_layer\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x16\n\x0ekv_cache_bytes\x18\n \x01(\x04\x12\x1a\n\x12max_context_tokens\x18\x0b \x01(\r\x12\x10\n\x08quantize\x18\x14 \x01(\t\x12\x13\n\x0btensor_rank\x18\x0c \x01(\r\x12\x33\n\x0ctensor_group\x18\r \x01(\x0b\x32\x1d.stagemesh.rpc.v1.TensorGroup\x12\x35\n\rtensor_shares\x18\x0e \x01(\x0b\x32\x1e.stagemesh.rpc.v1.TensorShares\x12\x16\n\x0etensor_backend\x18\x0f \x01(\t\"\x99\x01\n\x11LoadStageProgress\x12\x14\n\x0cloaded_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12+\n\x05ready\x18\x03 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.StageReady\x12,\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.WeightFetch\"h\n\nStageReady\x12\x14\n\x0cweight_bytes\x18\x01 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\x02 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x03 \x01(\x01\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\"\x88\x01\n\x10LinkStageRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\x14\n\x0cnext_node_id\x18\x02 \x01(\t\x12\x14\n\x0cnext_address\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x18\n\x10next_tensor_rank\x18\x05 \x01(\r\")\n\x0eLinkStageReply\x12\x17\n\x0f\x63onnect_seconds\x18\x01 \x01(\x01\"+\n\x12UnloadStageRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\"\x12\n\x10UnloadStageReply\"\x8c\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10num_top_logprobs\x18\x06 \x01(\r\x12\x10\n\x08logprobs\x18\x07 \x01(\x08\"\xb8\x01\n\x07Segment\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .stagemesh.rpc.v1.SamplingParams\x12\x18\n\x10target_token_ids\x18\x05 \x03(\r\x12\x1f\n\x17num_target_top_logprobs\x18\x06 \x01(\r\"H\n\x0bStageTiming\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x13\n\x0bqueue_nanos\x18\x02 \x01(\x04\x12\x15\n\rcompute_nanos\x18\x03 \x01(\x04\"\xaa\x01\n\nStepHeader\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12+\n\x08segments\x18\x02 \x03(\x0b\x32\x19.stagemesh.rpc.v1.Segment\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x1b\n\x13release_session_ids\x18\x04 \x03(\x04\x12.\n\x07timings\x18\x05 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.StageTiming\"\x8f\x01\n\tStepHello\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x15\n\rdeployment_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05stage\x18\x04 \x01(\r\x12\x13\n\x0btensor_rank\x18\x05 \x01(\r\"\x97\x01\n\tStepFrame\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.stagemesh.rpc.v1.StepHello\x12,\n\x06header\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.StepHeader\x12\x30\n\nactivation\x18\x03 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"\x1b\n\x07StepAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"A\n\x13WatchResultsRequest\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"K\n\x0bTargetScore\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.TokenLogprob\"\xbb\x01\n\x0cSampledToken\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\thas_token\x18\x02 \x01(\x08\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12+\n\x03top\x18\x05 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.TokenLogprob\x12\x34\n\rtarget_scores\x18\x06 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.TargetScore\"y\n\x0cStageFailure\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x11\n\toperation\x18\x03 \x01(\t\x12\x12\n\nerror_type\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x11\n\ttraceback\x18\x06 \x01(\t\"\xc0\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12.\n\x06tokens\x18\x02 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.SampledToken\x12.\n\x07timings\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.StageTiming\x12/\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1e.stagemesh.rpc.v1.StageFailure\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x08\"\x16\n\x14GetNodeStatusRequest\"\xad\x02\n\x0bStageStatus\x12\x15\n\rdeployment_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x13\n\x0bstart_layer\x18\x04 \x01(\r\x12\x11\n\tend_layer\x18\x05 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x15\n\rkv_used_bytes\x18\x07 \x01(\x04\x12\x16\n\x0ekv_limit_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cnum_sessions\x18\t \x01(\r\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x12\n\nnum_tokens\x18\x0b \x01(\x04\x12\x17\n\x0f\x63ompute_seconds\x18\x0c \x01(\x01\x12\x13\n\x0btensor_rank\x18\r \x01(\r\x12\x11\n\tnum_ranks\x18\x0e \x01(\r\"\xe3\x01\n\nNodeStatus\x12\x36\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.NodeDescription\x12\x11\n\trss_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63pu_percent\x18\x03 \x01(\x01\x12-\n\x06stages\x18\x04 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.StageStatus\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12.\n\x07profile\x18\x06 \x01(\x0b\x32\x1d.stagemesh.rpc.v1.NodeProfile2\xd9\x04\n\x0bNodeService\x12P\n\x08\x44\x65scribe\x12!.stagemesh.rpc.v1.DescribeRequest\x1a!.stagemesh.rpc.v1.NodeDescription\x12V\n\tLoadStage\x12\".stagemesh.rpc.v1.LoadStageRequest\x1a#.stagemesh.rpc.v1.LoadStageProgress0\x01\x12Q\n\tLinkStage\x12\".stagemesh.rpc.v1.LinkStageRequest\x1a .stagemesh.rpc.v1.LinkStageReply\x12W\n\x0bUnloadStage\x12$.stagemesh.rpc.v1.UnloadStageRequest\x1a\".stagemesh.rpc.v1.UnloadStageReply\x12\x46\n\x08RunSteps\x12\x1b.stagemesh.rpc.v1.StepFrame\x1a\x19.stagemesh.rpc.v1.StepAck(\x01\x30\x01\x12U\n\x0cWatchResults\x12%.stagemesh.rpc.v1.WatchResultsRequest\x1a\x1c.stagemesh.rpc.v1.StepResult0\x01\x12U\n\rGetNodeStatus\x12&.stagemesh.rpc.v1.GetNodeStatusRequest\x1a\x1c.stagemesh.rpc.v1.NodeStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.rpc.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESCRIBEREQUEST']._serialized_start=143
-  _globals['_DESCRIBEREQUEST']._serialized_end=212
-  _globals['_NODEDESCRIPTION']._serialized_start=215
-  _globals['_NODEDESCRIPTION']._serialized_end=517
-  _globals['_MODELSOURCE']._serialized_start=519
-  _globals['_MODELSOURCE']._serialized_end=600
-  _globals['_LOADSTAGEREQUEST']._serialized_start=603
-  _globals['_LOADSTAGEREQUEST']._serialized_end=905
-  _globals['_LOADSTAGEPROGRESS']._serialized_start=907
-  _globals['_LOADSTAGEPROGRESS']._serialized_end=1014
-  _globals['_STAGEREADY']._serialized_start=1016
-  _globals['_STAGEREADY']._serialized_end=1120
-  _globals['_LINKSTAGEREQUEST']._serialized_start=1122
-  _globals['_LINKSTAGEREQUEST']._serialized_end=1232
-  _globals['_LINKSTAGEREPLY']._serialized_start=1234
-  _globals['_LINKSTAGEREPLY']._serialized_end=1275
-  _globals['_UNLOADSTAGEREQUEST']._serialized_start=1277
-  _globals['_UNLOADSTAGEREQUEST']._serialized_end=1320
-  _globals['_UNLOADSTAGEREPLY']._serialized_start=1322
-  _globals['_UNLOADSTAGEREPLY']._serialized_end=1340
-  _globals['_SAMPLINGPARAMS']._serialized_start=1343
-  _globals['_SAMPLINGPARAMS']._serialized_end=1483
-  _globals['_SEGMENT']._serialized_start=1486
-  _globals['_SEGMENT']._serialized_end=1670
-  _globals['_STAGETIMING']._serialized_start=1672
-  _globals['_STAGETIMING']._serialized_end=1744
-  _globals['_STEPHEADER']._serialized_start=1747
-  _globals['_STEPHEADER']._serialized_end=1917
-  _globals['_STEPHELLO']._serialized_start=1919
-  _globals['_STEPHELLO']._serialized_end=2041
-  _globals['_STEPFRAME']._serialized_start=2044
-  _globals['_STEPFRAME']._serialized_end=2195
-  _globals['_STEPACK']._serialized_start=2197
-  _globals['_STEPACK']._serialized_end=2224
-  _globals['_WATCHRESULTSREQUEST']._serialized_start=2226
-  _globals['_WATCHRESULTSREQUEST']._serialized_end=2291
-  _globals['_TOKENLOGPROB']._serialized_start=2293
-  _globals['_TOKENLOGPROB']._serialized_end=2342
-  _globals['_TARGETSCORE']._serialized_start=2344
-  _globals['_TARGETSCORE']._serialized_end=2419
-  _globals['_SAMPLEDTOKEN']._serialized_start=2422
-  _globals['_SAMPLEDTOKEN']._serialized_end=2609
-  _globals['_STAGEFAILURE']._serialized_start=2611
-  _globals['_STAGEFAILURE']._serialized_end=2732
-  _globals['_STEPRESULT']._serialized_start=2735
-  _globals['_STEPRESULT']._serialized_end=2927
-  _globals['_GETNODESTATUSREQUEST']._serialized_start=2929
-  _globals['_GETNODESTATUSREQUEST']._serialized_end=2951
-  _globals['_STAGESTATUS']._serialized_start=2954
-  _globals['_STAGESTATUS']._serialized_end=3215
-  _globals['_NODESTATUS']._serialized_start=3218
-  _globals['_NODESTATUS']._serialized_end=3445
-  _globals['_NODESERVICE']._serialized_start=3448
-  _globals['_NODESERVICE']._serialized_end=4049
+  _globals['_DESCRIBEREQUEST']._serialized_start=204
+  _globals['_DESCRIBEREQUEST']._serialized_end=273
+  _globals['_NODEDESCRIPTION']._serialized_start=276
+  _globals['_NODEDESCRIPTION']._serialized_end=578
+  _globals['_MODELSOURCE']._serialized_start=581
+  _globals['_MODELSOURCE']._serialized_end=739
+  _globals['_TENSORSHARES']._serialized_start=741
+  _globals['_TENSORSHARES']._serialized_end=839
+  _globals['_TENSORGROUP']._serialized_start=841
+  _globals['_TENSORGROUP']._serialized_end=966
+  _globals['_LOADSTAGEREQUEST']._serialized_start=969
+  _globals['_LOADSTAGEREQUEST']._serialized_end=1442
+  _globals['_LOADSTAGEPROGRESS']._serialized_start=1445
+  _globals['_LOADSTAGEPROGRESS']._serialized_end=1598
+  _globals['_STAGEREADY']._serialized_start=1600
+  _globals['_STAGEREADY']._serialized_end=1704
+  _globals['_LINKSTAGEREQUEST']._serialized_start=1707
+  _globals['_LINKSTAGEREQUEST']._serialized_end=1843
+  _globals['_LINKSTAGEREPLY']._serialized_start=1845
+  _globals['_LINKSTAGEREPLY']._serialized_end=1886
+  _globals['_UNLOADSTAGEREQUEST']._serialized_start=1888
+  _globals['_UNLOADSTAGEREQUEST']._serialized_end=1931
+  _globals['_UNLOADSTAGEREPLY']._serialized_start=1933
+  _globals['_UNLOADSTAGEREPLY']._serialized_end=1951
+  _globals['_SAMPLINGPARAMS']._serialized_start=1954
+  _globals['_SAMPLINGPARAMS']._serialized_end=2094
+  _globals['_SEGMENT']._serialized_start=2097
+  _globals['_SEGMENT']._serialized_end=2281
+  _globals['_STAGETIMING']._serialized_start=2283
+  _globals['_STAGETIMING']._serialized_end=2355
+  _globals['_STEPHEADER']._serialized_start=2358
+  _globals['_STEPHEADER']._serialized_end=2528
+  _globals['_STEPHELLO']._serialized_start=2531
+  _globals['_STEPHELLO']._serialized_end=2674
+  _globals['_STEPFRAME']._serialized_start=2677
+  _globals['_STEPFRAME']._serialized_end=2828
+  _globals['_STEPACK']._serialized_start=2830
+  _globals['_STEPACK']._serialized_end=2857
+  _globals['_WATCHRESULTSREQUEST']._serialized_start=2859
+  _globals['_WATCHRESULTSREQUEST']._serialized_end=2924
+  _globals['_TOKENLOGPROB']._serialized_start=2926
+  _globals['_TOKENLOGPROB']._serialized_end=2975
+  _globals['_TARGETSCORE']._serialized_start=2977
+  _globals['_TARGETSCORE']._serialized_end=3052
+  _globals['_SAMPLEDTOKEN']._serialized_start=3055
+  _globals['_SAMPLEDTOKEN']._serialized_end=3242
+  _globals['_STAGEFAILURE']._serialized_start=3244
+  _globals['_STAGEFAILURE']._serialized_end=3365
+  _globals['_STEPRESULT']._serialized_start=3368
+  _globals['_STEPRESULT']._serialized_end=3560
+  _globals['_GETNODESTATUSREQUEST']._serialized_start=3562
+  _globals['_GETNODESTATUSREQUEST']._serialized_end=3584
+  _globals['_STAGESTATUS']._serialized_start=3587
+  _globals['_STAGESTATUS']._serialized_end=3888
+  _globals['_NODESTATUS']._serialized_start=3891
+  _globals['_NODESTATUS']._serialized_end=4118
+  _globals['_NODESERVICE']._serialized_start=4121
+  _globals['_NODESERVICE']._serialized_end=4722
 # @@protoc_insertion_point(module_scope)

@@ -7,9 +7,11 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from stagemesh.rpc.v1 import comm_pb2 as _comm_pb2
 from stagemesh.rpc.v1 import common_pb2 as _common_pb2
 from stagemesh.rpc.v1 import profile_pb2 as _profile_pb2
 from stagemesh.rpc.v1 import tensor_pb2 as _tensor_pb2
+from stagemesh.rpc.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -112,6 +114,8 @@ class ModelSource(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ADDRESS_FIELD_NUMBER: _builtins.int
+    WEIGHT_PEERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use."""
     path: _builtins.str
@@ -119,7 +123,13 @@ class ModelSource(_message.Message):
     reference: _builtins.str
     """What the user asked for, to be resolved on the node (a package name, for example)."""
     fingerprint: _builtins.str
-    """Hash of config and tensor headers: a node that finds other files refuses."""
+    """Hash of config and tensor headers: files of another one are not used."""
+    weights_address: _builtins.str
+    """Who serves the weights to a node without files; empty for the coordinator that it registered at."""
+    @_builtins.property
+    def weight_peers(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.WeightPeer]:
+        """Nodes that may have some of them in their caches, the likeliest first."""
+
     def __init__(
         self,
         *,
@@ -127,14 +137,83 @@ class ModelSource(_message.Message):
         path: _builtins.str = ...,
         reference: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        weights_address: _builtins.str = ...,
+        weight_peers: _abc.Iterable[_weights_pb2.WeightPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name", "path", b"path", "reference", b"reference", "weight_peers", b"weight_peers", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelSource: _TypeAlias = ModelSource  # noqa: Y015
+
+@_typing.final
+class TensorShares(_message.Message):
+    """What each rank of a stage has of its layers; one number per rank in each list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    QUERY_HEADS_FIELD_NUMBER: _builtins.int
+    MLP_COLUMNS_FIELD_NUMBER: _builtins.int
+    VOCAB_ROWS_FIELD_NUMBER: _builtins.int
+    num_kv_heads: _builtins.int
+    @_builtins.property
+    def query_heads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def mlp_columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def vocab_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        num_kv_heads: _builtins.int = ...,
+        query_heads: _abc.Iterable[_builtins.int] | None = ...,
+        mlp_columns: _abc.Iterable[_builtins.int] | None = ...,
+        vocab_rows: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mlp_columns", b"mlp_columns", "num_kv_heads", b"num_kv_heads", "query_heads", b"query_heads", "vocab_rows", b"vocab_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorShares: _TypeAlias = TensorShares  # noqa: Y015
+
+@_typing.final
+class TensorGroup(_message.Message):
+    """The ranks that run a stage together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    incarnation: _builtins.int
+    timeout_seconds: _builtins.float
+    """Limit of each wait of a rank for the others, within a step."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_comm_pb2.GroupMember]:
+        """In rank order."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        members: _abc.Iterable[_comm_pb2.GroupMember] | None = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "incarnation", b"incarnation", "members", b"members", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorGroup: _TypeAlias = TensorGroup  # noqa: Y015
 
 @_typing.final
 class LoadStageRequest(_message.Message):
@@ -151,6 +230,11 @@ class LoadStageRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    QUANTIZE_FIELD_NUMBER: _builtins.int
+    TENSOR_RANK_FIELD_NUMBER: _builtins.int
+    TENSOR_GROUP_FIELD_NUMBER: _builtins.int
+    TENSOR_SHARES_FIELD_NUMBER: _builtins.int
+    TENSOR_BACKEND_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     incarnation: _builtins.int
     stage: _builtins.int
@@ -162,10 +246,22 @@ class LoadStageRequest(_message.Message):
     kv_cache_bytes: _builtins.int
     """Limit of the KV cache of this stage; 0 leaves it to the node's memory."""
     max_context_tokens: _builtins.int
+    quantize: _builtins.str
+    """How weights are held: "none", "auto", "int8" or "int4"; empty is "none"."""
+    tensor_rank: _builtins.int
+    """With several ranks: which of them this node is, who they are, and what each has. Absent for a
+    node that runs the stage alone.
+    """
+    tensor_backend: _builtins.str
+    """What carries the ranks' tensors: "grpc" (also when empty) or "gloo"."""
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     @_builtins.property
     def model(self) -> Global___ModelSource: ...
+    @_builtins.property
+    def tensor_group(self) -> Global___TensorGroup: ...
+    @_builtins.property
+    def tensor_shares(self) -> Global___TensorShares: ...
     def __init__(
         self,
         *,
@@ -180,10 +276,15 @@ class LoadStageRequest(_message.Message):
         dtype: _builtins.str = ...,
         kv_cache_bytes: _builtins.int = ...,
         max_context_tokens: _builtins.int = ...,
+        quantize: _builtins.str = ...,
+        tensor_rank: _builtins.int = ...,
+        tensor_group: Global___TensorGroup | None = ...,
+        tensor_shares: Global___TensorShares | None = ...,
+        tensor_backend: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tensor_group", b"tensor_group", "tensor_shares", b"tensor_shares", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "dtype", b"dtype", "end_layer", b"end_layer", "incarnation", b"incarnation", "kv_cache_bytes", b"kv_cache_bytes", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_stages", b"num_stages", "stage", b"stage", "start_layer", b"start_layer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "dtype", b"dtype", "end_layer", b"end_layer", "incarnation", b"incarnation", "kv_cache_bytes", b"kv_cache_bytes", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_stages", b"num_stages", "quantize", b"quantize", "stage", b"stage", "start_layer", b"start_layer", "tensor_backend", b"tensor_backend", "tensor_group", b"tensor_group", "tensor_rank", b"tensor_rank", "tensor_shares", b"tensor_shares", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,20 +297,26 @@ class LoadStageProgress(_message.Message):
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     loaded_bytes: _builtins.int
     total_bytes: _builtins.int
     @_builtins.property
     def ready(self) -> Global___StageReady: ...
+    @_builtins.property
+    def fetch(self) -> _weights_pb2.WeightFetch:
+        """Present once the node takes the weights from elsewhere."""
+
     def __init__(
         self,
         *,
         loaded_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         ready: Global___StageReady | None = ...,
+        fetch: _weights_pb2.WeightFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loaded_bytes", b"loaded_bytes", "ready", b"ready", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "loaded_bytes", b"loaded_bytes", "ready", b"ready", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,10 +359,13 @@ class LinkStageRequest(_message.Message):
     NEXT_NODE_ID_FIELD_NUMBER: _builtins.int
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    NEXT_TENSOR_RANK_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     next_node_id: _builtins.str
     next_address: _builtins.str
     timeout_seconds: _builtins.float
+    next_tensor_rank: _builtins.int
+    """Which rank of the next stage that is. A node may feed several, with a link to each."""
     def __init__(
         self,
         *,
@@ -263,10 +373,11 @@ class LinkStageRequest(_message.Message):
         next_node_id: _builtins.str = ...,
         next_address: _builtins.str = ...,
         timeout_seconds: _builtins.float = ...,
+        next_tensor_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "next_address", b"next_address", "next_node_id", b"next_node_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "next_address", b"next_address", "next_node_id", b"next_node_id", "next_tensor_rank", b"next_tensor_rank", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,10 +592,12 @@ class StepHello(_message.Message):
     DEPLOYMENT_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
+    TENSOR_RANK_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     incarnation: _builtins.int
     stage: _builtins.int
-    """The stage that the sender believes to reach."""
+    """The stage that the sender believes to reach, and the rank of it."""
+    tensor_rank: _builtins.int
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     def __init__(
@@ -494,10 +607,11 @@ class StepHello(_message.Message):
         deployment_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         stage: _builtins.int = ...,
+        tensor_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "incarnation", b"incarnation", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "incarnation", b"incarnation", "stage", b"stage", "tensor_rank", b"tensor_rank", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,6 +871,8 @@ class StageStatus(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    TENSOR_RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -769,6 +885,9 @@ class StageStatus(_message.Message):
     num_steps: _builtins.int
     num_tokens: _builtins.int
     compute_seconds: _builtins.float
+    tensor_rank: _builtins.int
+    """Which of the ranks that run the stage together this node is, and how many they are."""
+    num_ranks: _builtins.int
     def __init__(
         self,
         *,
@@ -784,10 +903,12 @@ class StageStatus(_message.Message):
         num_steps: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         compute_seconds: _builtins.float = ...,
+        tensor_rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "deployment_id", b"deployment_id", "end_layer", b"end_layer", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "model", b"model", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "stage", b"stage", "start_layer", b"start_layer", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "deployment_id", b"deployment_id", "end_layer", b"end_layer", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "model", b"model", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "stage", b"stage", "start_layer", b"start_layer", "tensor_rank", b"tensor_rank", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,7 +89,7 @@ class NodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LinkStage(self, request, context):
-        """Opens the stream to the next stage and waits for its acceptance.
+        """Opens the stream to one rank of the next stage and waits for its acceptance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

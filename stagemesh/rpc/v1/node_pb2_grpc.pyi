@@ -36,7 +36,7 @@ class NodeServiceStub:
     LoadStage: _grpc.UnaryStreamMultiCallable[_node_pb2.LoadStageRequest, _node_pb2.LoadStageProgress]
     """Loads layers [start_layer, end_layer); the last message has `ready`."""
     LinkStage: _grpc.UnaryUnaryMultiCallable[_node_pb2.LinkStageRequest, _node_pb2.LinkStageReply]
-    """Opens the stream to the next stage and waits for its acceptance."""
+    """Opens the stream to one rank of the next stage and waits for its acceptance."""
     UnloadStage: _grpc.UnaryUnaryMultiCallable[_node_pb2.UnloadStageRequest, _node_pb2.UnloadStageReply]
     RunSteps: _grpc.StreamStreamMultiCallable[_node_pb2.StepFrame, _node_pb2.StepAck]
     """Steps in, from the coordinator (first stage) or from the stage before. The first frame has
@@ -54,7 +54,7 @@ class NodeServiceAsyncStub(NodeServiceStub):
     LoadStage: _aio.UnaryStreamMultiCallable[_node_pb2.LoadStageRequest, _node_pb2.LoadStageProgress]  # type: ignore[assignment]
     """Loads layers [start_layer, end_layer); the last message has `ready`."""
     LinkStage: _aio.UnaryUnaryMultiCallable[_node_pb2.LinkStageRequest, _node_pb2.LinkStageReply]  # type: ignore[assignment]
-    """Opens the stream to the next stage and waits for its acceptance."""
+    """Opens the stream to one rank of the next stage and waits for its acceptance."""
     UnloadStage: _aio.UnaryUnaryMultiCallable[_node_pb2.UnloadStageRequest, _node_pb2.UnloadStageReply]  # type: ignore[assignment]
     RunSteps: _aio.StreamStreamMultiCallable[_node_pb2.StepFrame, _node_pb2.StepAck]  # type: ignore[assignment]
     """Steps in, from the coordinator (first stage) or from the stage before. The first frame has
@@ -87,7 +87,7 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _node_pb2.LinkStageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_pb2.LinkStageReply, _abc.Awaitable[_node_pb2.LinkStageReply]]:
-        """Opens the stream to the next stage and waits for its acceptance."""
+        """Opens the stream to one rank of the next stage and waits for its acceptance."""
 
     @_abc_1.abstractmethod
     def UnloadStage(
