@@ -50,6 +50,8 @@ _MAX_CONCURRENT_RPCS = 4096
 """Far above what a mesh holds open; a bound, so that a flood meets RESOURCE_EXHAUSTED."""
 
 _STOP_MARGIN_SECONDS = 5.0
+_SETTLE_SECONDS = 1.0
+"""For calls that a stop has cancelled to unwind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +98,9 @@ class RpcServer:
         self._bind = bind
         self._services = tuple(services)
         self._token = token
-        self._node_id = node_id
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._statuses = ErrorStatusInterceptor(node_id=node_id)
         self._has_unix_socket = unix_socket
         self._socket_folder: SocketFolder | None = None
 
@@ -126,9 +128,7 @@ class RpcServer:
         """
         PROCESS_GUARD.check()
         assert self._server is None
-        interceptors: list[grpc.aio.ServerInterceptor] = [
-            ErrorStatusInterceptor(node_id=self._node_id)
-        ]
+        interceptors: list[grpc.aio.ServerInterceptor] = [self._statuses]
         if self._token is not None:
             interceptors.append(TokenInterceptor(self._token))
         server = grpc.aio.server(
@@ -190,6 +190,8 @@ class RpcServer:
         try:
             async with asyncio.timeout(grace_seconds + _STOP_MARGIN_SECONDS):
                 await server.stop(grace_seconds)
+            if not await self._statuses.settle(_SETTLE_SECONDS):
+                logger.warning("calls still run in a stopped rpc server")
         except TimeoutError:
             logger.warning("rpc server did not stop in time", extra={"address": self.address})
         finally:

@@ -6,6 +6,7 @@ class from it. An exception that is not ours becomes INTERNAL with a fixed sente
 name; its text and traceback stay in the log, as they may hold what a peer should not see.
 """
 
+import asyncio
 import contextlib
 import inspect
 import logging
@@ -211,6 +212,20 @@ class ErrorStatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, *, node_id: str = "") -> None:
         self._node_id = node_id
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def settle(self, timeout_seconds: float) -> bool:
+        """Wait until no call is being handled; False when some still are at the timeout.
+
+        After a server's stop, calls that it cancelled are still unwinding. A loop that ends
+        meanwhile cancels them once more, which gRPC reports with tracebacks.
+        """
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=timeout_seconds)
+        # gRPC's own task of each call awakes after the handler's and has no further wait.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return not self._calls
 
     async def intercept_service(
         self,
@@ -229,6 +244,7 @@ class ErrorStatusInterceptor(grpc.aio.ServerInterceptor):
         node_id = self._node_id
 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._note_call()
             try:
                 return await behavior(request, context)
             except grpc.aio.AbortError:
@@ -239,6 +255,7 @@ class ErrorStatusInterceptor(grpc.aio.ServerInterceptor):
         async def generate(
             request: Any, context: grpc.aio.ServicerContext[Any, Any]
         ) -> AsyncIterator[Any]:
+            self._note_call()
             try:
                 async with contextlib.aclosing(behavior(request, context)) as replies:
                     async for reply in replies:
@@ -251,6 +268,12 @@ class ErrorStatusInterceptor(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behavior):
             return generate
         return call if inspect.iscoroutinefunction(behavior) else behavior
+
+    def _note_call(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
 
 def _wrap(

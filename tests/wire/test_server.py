@@ -17,7 +17,7 @@ from stagemesh.errors import ConfigError, PeerLost
 from stagemesh.rpc.address import split_address
 from stagemesh.rpc.channels import open_channel, wait_ready
 from stagemesh.rpc.security import check_bind, is_loopback
-from stagemesh.rpc.server import RpcServer
+from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
 from tests.comm.daemons import daemons, join
 
@@ -58,6 +58,31 @@ async def test_stopping_twice_is_fine_and_ends_calls_within_the_grace():
         await daemon.server.stop(0.2)
         await daemon.server.stop(0.2)
         assert time.monotonic() - start < 3
+
+
+async def test_a_stop_waits_until_cancelled_calls_have_unwound():
+    has_unwound = asyncio.Event()
+
+    class Slow(comm_pb2_grpc.CommServiceServicer):
+        async def Exchange(self, request_iterator, context):  # noqa: N802
+            yield comm_pb2.ExchangeFrame()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.1)
+                has_unwound.set()
+
+    service = Service(
+        name="Slow", servicer=Slow(), add=comm_pb2_grpc.add_CommServiceServicer_to_server
+    )
+    async with (
+        RpcServer("127.0.0.1:0", services=[service]) as server,
+        open_channel(server.address, token=None, kind="data") as channel,
+    ):
+        call = comm_pb2_grpc.CommServiceStub(channel).Exchange()
+        assert await call.read() is not grpc.aio.EOF
+        await server.stop(0)
+        assert has_unwound.is_set()
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:x", "host:70000", "::1:5"])
