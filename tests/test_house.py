@@ -36,6 +36,7 @@ THREAD_BORDERS = {
     "stagemesh/comm/gloo_transport.py": "and its store",
     "stagemesh/rpc/codec.py": "packing large tensors off the loop",
     "stagemesh/torch_backend/backend.py": "callbacks of torch's futures, off the loop",
+    "stagemesh/weight_transfer/disk_threads.py": "loop to disks: weights are read and hashed",
 }
 CROSSING = re.compile(
     r"\b(run_coroutine_threadsafe|run_in_executor|to_thread|ThreadPoolExecutor"
@@ -58,6 +59,9 @@ STUB_USERS = {
     "stagemesh/comm/peer_link.py": "client of the comm service",
     "stagemesh/comm/service.py": "serves the comm service",
     "stagemesh/comm/coordinator_meeting.py": "client of the coordinator's service",
+    "stagemesh/weight_transfer/manifest.py": "models and their messages",
+    "stagemesh/weight_transfer/service.py": "serves the weight service",
+    "node/weight_source.py": "client of weight services",
     "node/service.py": "serves the node service",
     "node/status.py": "answers of the node service",
     "node/daemon.py": "registers what it serves",
