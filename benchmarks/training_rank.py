@@ -67,6 +67,8 @@ def trainer_of(
         rank=rank,
         world_size=size,
         timeout_seconds=_TIMEOUT_SECONDS,
+        # As runs of training do, and as torch's own wrappers: after a failure a step is lost.
+        reduce_in_place=True,
     )
     with init_process_group(config) as group:
         yield strategy.make(group)

@@ -93,12 +93,14 @@ def join_world(
             rank=int(environ["RANK"]),
             world_size=int(environ["WORLD_SIZE"]),
             timeout_seconds=timeout_seconds,
+            reduce_in_place=True,
         )
     elif "RANK" in environ:
         config = GroupConfig(
             backend=backend,
             rendezvous=torchrun_meeting(environ),
             timeout_seconds=timeout_seconds,
+            reduce_in_place=True,
             bind=environ.get("STAGEMESH_BIND"),
             advertise=environ.get("STAGEMESH_ADVERTISE"),
             token=environ.get("STAGEMESH_TOKEN"),
