@@ -8,6 +8,16 @@ from coordinator.planner.profiles import Objective
 from stagemesh.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+TpBackend = Literal["grpc", "gloo"]
+
+_COUNTS = (
+    "max_context_tokens",
+    "concurrency",
+    "num_stages",
+    "max_stages",
+    "max_tp",
+    "min_nodes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +38,13 @@ class DeploymentConfig:
     """Number of stages; by default one per node, or the planner's choice."""
     max_stages: int | None = None
     """No more stages than these."""
+    tp: tuple[int, ...] = ()
+    """Ranks that share each stage: one number a stage, or one for all; empty is one, or the
+    planner's choice up to `max_tp`."""
+    max_tp: int = 1
+    """Ranks that the planner may let share a stage, where `tp` does not say."""
+    tp_backend: TpBackend = "grpc"
+    """What carries the tensors of ranks that share a stage."""
     objective: Objective | None = None
     """What the planner is to make good, from measured nodes; None gives every node layers by its
     memory."""
@@ -43,7 +60,7 @@ class DeploymentConfig:
     """Token budget of a step."""
 
     def __post_init__(self) -> None:
-        for name in ("max_context_tokens", "concurrency", "num_stages", "max_stages", "min_nodes"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -51,6 +68,25 @@ class DeploymentConfig:
             raise ConfigError(f"max_step_tokens must be at least 1, got {self.max_step_tokens}")
         if self.prompt_tokens < 1:
             raise ConfigError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+        if any(degree < 1 for degree in self.tp):
+            raise ConfigError(f"tp must be at least 1 for each stage, got {list(self.tp)}")
+        if len(self.tp) > 1 and self.num_stages not in (None, len(self.tp)):
+            raise ConfigError(
+                f"tp names the ranks of {len(self.tp)} stages ({list(self.tp)}), "
+                f"but {self.num_stages} stages are asked for"
+            )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether stages are to be shared by several ranks, each by so many as `tp` says."""
+        return any(degree > 1 for degree in self.tp)
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...] | None:
+        """Ranks of each stage, where both their number and that of the stages are said."""
+        if len(self.tp) == 1 and self.num_stages is not None:
+            return self.tp * self.num_stages
+        return self.tp if len(self.tp) > 1 else None
 
     @property
     def is_planned(self) -> bool:

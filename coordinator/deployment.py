@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.config import DeploymentConfig, Limits
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 5.0
 _UNLOAD_SECONDS = 2.0
+_GROUP_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,8 @@ class Deployment:
         self.plan: Plan | None = None
         self.planned: PlanResult | None = None
         self.runtime: Runtime | None = None
-        self.loaded_bytes: dict[int, tuple[int, int]] = {}
+        self.loaded_bytes: dict[tuple[int, int], tuple[int, int]] = {}
+        """By stage and rank: bytes loaded, and of how many."""
         self._limits = limits
         self._token = token
         self._membership = membership
@@ -195,19 +197,22 @@ class Deployment:
         plan, self.planned = placement.plan, placement.result
         by_id = {node.node_id: node for node in nodes}
         self.plan = plan
-        self._used = {s.node_id: by_id[s.node_id].start_id for s in plan.stages}
+        self._used = {node_id: by_id[node_id].start_id for node_id in plan.node_ids}
         self._incarnation += 1
         self.loaded_bytes = {}
         stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
         self._enter("loading", self._with_reason(f"loading {stages}"))
         self._work = asyncio.create_task(
-            self._work_on(plan, [by_id[s.node_id] for s in plan.stages]),
+            self._work_on(plan, by_id),
             name=f"deployment-{self.deployment_id}",
         )
 
-    async def _work_on(self, plan: Plan, nodes: list[NodeInfo]) -> None:
+    async def _work_on(self, plan: Plan, nodes: Mapping[str, NodeInfo]) -> None:
         """Load and run a plan until it breaks or is cancelled; then free what it took."""
-        links = [NodeLink(node, token=self._token) for node in nodes]
+        links = [
+            [NodeLink(nodes[node_id], token=self._token) for node_id in stage.node_ids]
+            for stage in plan.stages
+        ]
         try:
             await self._load_and_run(plan, links)
         except StagemeshError as error:
@@ -226,18 +231,18 @@ class Deployment:
             self._fail(f"{broken}; the coordinator's log has the traceback")
         finally:
             # Before the next plan: its stages have the same deployment id.
-            await asyncio.gather(*(self._unload(link) for link in links))
+            await asyncio.gather(*(self._unload(link) for ranks in links for link in ranks))
         if self.phase == "waiting":
             await asyncio.sleep(self._retry_seconds)
         self._work = None
         self._used = {}
         self.notify()
 
-    async def _load_and_run(self, plan: Plan, links: list[NodeLink]) -> None:
+    async def _load_and_run(self, plan: Plan, links: Sequence[Sequence[NodeLink]]) -> None:
         order = self._order(plan)
         await load_stages(
             plan,
-            {link.node.node_id: link for link in links},
+            links,
             order,
             stall_seconds=self._limits.load_stall_seconds,
             on_progress=self._on_progress,
@@ -268,6 +273,9 @@ class Deployment:
             num_stages=plan.num_stages,
             dtype=plan.dtype,
             max_context_tokens=plan.max_context_tokens,
+            tensor_backend=self.config.tp_backend,
+            # Less than a step may take, so that the rank that waits says for whom.
+            group_seconds=_GROUP_SHARE * self._limits.step_seconds,
         )
 
     def _scheduler(self, plan: Plan) -> Scheduler:
@@ -280,8 +288,8 @@ class Deployment:
             )
         )
 
-    def _on_progress(self, stage: int, loaded_bytes: int, total_bytes: int) -> None:
-        self.loaded_bytes[stage] = (loaded_bytes, total_bytes)
+    def _on_progress(self, stage: int, rank: int, loaded_bytes: int, total_bytes: int) -> None:
+        self.loaded_bytes[stage, rank] = (loaded_bytes, total_bytes)
 
     def _with_reason(self, detail: str) -> str:
         """The detail and why the last plan was given up: who asks meanwhile shall hear it."""

@@ -6,7 +6,9 @@ one OR per reachable border.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 from coordinator.model_cost import NodeCapacity, StageCosts
 
@@ -21,13 +23,50 @@ def _bits(number: int) -> list[int]:
     return positions
 
 
-class CutSearch:
-    """Cuts of a model over an ordered list of nodes, some of which may stay unused."""
+class Holders(Protocol):
+    """What may each hold a span of layers: nodes, or nodes that share a stage.
 
-    def __init__(self, costs: StageCosts, nodes: Sequence[NodeCapacity]) -> None:
-        self._costs = costs
-        self._nodes = nodes
-        self._num_layers = costs.model.num_layers
+    What a longer span needs is never less.
+    """
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def fits(self, index: int, start: int, end: int) -> bool:
+        """Whether one can hold layers [start, end)."""
+        ...
+
+    def fullness(self, index: int, start: int, end: int) -> float:
+        """What part of its memory they take."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SingleNodes:
+    """Nodes that run a stage each, alone."""
+
+    costs: StageCosts
+    nodes: Sequence[NodeCapacity]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def fits(self, index: int, start: int, end: int) -> bool:
+        """See `Holders`."""
+        return self.costs.stage_bytes(start, end) <= self.nodes[index].memory_bytes
+
+    def fullness(self, index: int, start: int, end: int) -> float:
+        """See `Holders`."""
+        return self.costs.stage_bytes(start, end) / self.nodes[index].memory_bytes
+
+
+class CutSearch:
+    """Cuts of a model over an ordered list of holders, some of which may stay unused."""
+
+    def __init__(self, holders: Holders, *, num_layers: int) -> None:
+        self._holders = holders
+        self._num_layers = num_layers
         self._longest_end = cache(self._find_longest_end)
         # _reach[i][k]: borders b such that k of the first i nodes can hold layers [0, b).
         self._reach: list[list[int]] = []
@@ -35,7 +74,7 @@ class CutSearch:
     def feasible_counts(self, max_stages: int) -> list[int]:
         """Numbers of stages up to the limit with which some cut fits, descending."""
         self._fill(max_stages)
-        last = self._reach[len(self._nodes)]
+        last = self._reach[len(self._holders)]
         return [k for k in range(max_stages, 0, -1) if last[k] >> self._num_layers & 1]
 
     def choose_nodes(self, num_stages: int) -> list[int]:
@@ -43,7 +82,7 @@ class CutSearch:
         self._fill(num_stages)
         chosen: list[int] = []
         border = self._num_layers
-        for i in range(len(self._nodes), 0, -1):
+        for i in range(len(self._holders), 0, -1):
             k = num_stages - len(chosen)
             starts = self._reach[i - 1][k - 1] if k else 0
             fitting = [s for s in _bits(starts) if s < border <= self._longest_end(i - 1, s)]
@@ -56,7 +95,7 @@ class CutSearch:
     def fits_all(self) -> bool:
         """Whether some cut fits that uses each node."""
         borders = 1
-        for i in range(len(self._nodes)):
+        for i in range(len(self._holders)):
             borders = self._extend(i, borders)
         return bool(borders >> self._num_layers & 1)
 
@@ -72,15 +111,14 @@ class CutSearch:
             None when no cut fits.
         """
         best: list[dict[int, tuple[int, float, int]]] = [{0: (0, 0.0, 0)}]
-        for i, node in enumerate(self._nodes):
+        for i in range(len(self._holders)):
             column: dict[int, tuple[int, float, int]] = {}
             for start, (deviation, fill, _) in best[i].items():
                 for end in range(start + 1, self._longest_end(i, start) + 1):
-                    need = self._costs.stage_bytes(start, end)
                     difference = end - start - wanted[i]
                     cost = (
                         deviation + difference * difference,
-                        max(fill, need / node.memory_bytes),
+                        max(fill, self._holders.fullness(i, start, end)),
                         start,
                     )
                     if end not in column or cost < column[end]:
@@ -98,11 +136,10 @@ class CutSearch:
 
     def _find_longest_end(self, node_index: int, start: int) -> int:
         """The last border that the node reaches from a first layer; `start` if it holds none."""
-        memory = self._nodes[node_index].memory_bytes
         low, high = start, self._num_layers
         while low < high:
             middle = (low + high + 1) // 2
-            if self._costs.stage_bytes(start, middle) <= memory:
+            if self._holders.fits(node_index, start, middle):
                 low = middle
             else:
                 high = middle - 1
@@ -121,7 +158,7 @@ class CutSearch:
         if self._reach and len(self._reach[0]) > max_stages:
             return
         self._reach = [[1] + [0] * max_stages]
-        for i in range(len(self._nodes)):
+        for i in range(len(self._holders)):
             row = list(self._reach[i])
             for k in range(max_stages):
                 row[k + 1] |= self._extend(i, self._reach[i][k])

@@ -1,9 +1,9 @@
 """Who holds how much of the KV cache, counted in tokens.
 
-One number is enough for a pipeline: every stage holds each token of each session, so the stage with
-the least room bounds all. A sequence reserves its whole length when it is admitted and gives it
-back when it ends, so what runs always has room to its end and nothing is ever preempted. The price
-is that an answer shorter than its `max_tokens` holds room that it doesn't use.
+One number is enough for a pipeline: every rank of every stage holds its part of each token of each
+session, so the rank with the least room bounds all. A sequence reserves its whole length when it is
+admitted and gives it back when it ends, so what runs always has room to its end and nothing is ever
+preempted. The price is that an answer shorter than its `max_tokens` holds room that it doesn't use.
 """
 
 from stagemesh.errors import ConfigError
@@ -11,15 +11,16 @@ from stagemesh.layout import Plan
 
 
 def kv_capacity_tokens(plan: Plan) -> int:
-    """Tokens that the pipeline's KV caches hold: those of the stage with the least room.
+    """Tokens that the pipeline's KV caches hold: those of the rank with the least room.
 
     Raises:
         ConfigError: when no stage has a cache, so that there is no bound.
     """
     rooms = [
-        stage.kv_cache_bytes // stage.kv_bytes_per_token
+        rank.kv_cache_bytes // rank.kv_bytes_per_token
         for stage in plan.stages
-        if stage.kv_bytes_per_token > 0
+        for rank in stage.ranks
+        if rank.kv_bytes_per_token > 0
     ]
     if not rooms:
         raise ConfigError("no stage of the plan has KV-cache bytes per token")

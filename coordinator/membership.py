@@ -42,6 +42,10 @@ class NodeInfo:
     """Release of the daemon."""
     will_measure: bool = False
     """It measures itself after it has joined."""
+    unix_path: str = ""
+    """A unix socket of its server, where it has one."""
+    host_id: str = ""
+    """On which host that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import TypeVar
 from coordinator.config import DeploymentConfig
 from coordinator.model_cost import NodeCapacity, held_model_cost
 from coordinator.partitioner import partition
+from coordinator.shared_partitioner import partition_shared
 from stagemesh.errors import PlacementError
 from stagemesh.layout import Plan
 from stagemesh.model_spec import ModelSpec
@@ -37,6 +38,15 @@ def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapa
     """
     cost = held_model_cost(spec, dtype=run_dtype(config, spec))
 
+    def share(context: int, concurrency: int) -> Plan:
+        return partition_shared(
+            model=cost,
+            nodes=nodes,
+            degrees=_degrees(config, num_nodes=len(nodes)),
+            max_context_tokens=context,
+            concurrency=concurrency,
+        )
+
     def attempt(context: int, concurrency: int) -> Plan:
         return partition(
             model=cost,
@@ -47,7 +57,16 @@ def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapa
             max_stages=config.max_stages,
         )
 
-    return fit(config, spec, attempt)
+    return fit(config, spec, share if config.is_shared else attempt)
+
+
+def _degrees(config: DeploymentConfig, *, num_nodes: int) -> tuple[int, ...]:
+    """Ranks of each stage: as said, or as many stages as there are nodes for."""
+    if config.stage_ranks is not None:
+        return config.stage_ranks
+    (degree,) = config.tp
+    most = max(1, num_nodes // degree)
+    return (degree,) * min(most, config.max_stages or most)
 
 
 def fit(config: DeploymentConfig, spec: ModelSpec, attempt: Callable[[int, int], T]) -> T:

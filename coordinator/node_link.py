@@ -6,7 +6,7 @@ The only module of the coordinator, besides its gRPC service, that names wire me
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -16,10 +16,15 @@ from coordinator.membership import NodeInfo
 from stagemesh.errors import PeerLost, ProtocolError, StagemeshError
 from stagemesh.layout import StageAssignment
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.convert import our_version, step_header_to_proto, step_result_from_proto
+from stagemesh.rpc.convert import (
+    our_version,
+    step_header_to_proto,
+    step_result_from_proto,
+    tensor_shares_to_proto,
+)
 from stagemesh.rpc.handshake import STREAM_ERRORS, named, shake_hands, why_ended
 from stagemesh.rpc.status import from_rpc_error
-from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
+from stagemesh.rpc.v1 import comm_pb2, node_pb2, node_pb2_grpc
 from stagemesh.steps import Step, StepResult
 
 logger = logging.getLogger(__name__)
@@ -43,6 +48,10 @@ class LoadOrder:
     num_stages: int
     dtype: str
     max_context_tokens: int
+    tensor_backend: str = "grpc"
+    """What carries the tensors of ranks that share a stage."""
+    group_seconds: float = 60.0
+    """How long such a rank waits for the others within a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +63,21 @@ class LoadProgress:
     is_ready: bool = False
     load_seconds: float = 0.0
     weight_bytes: int = 0
+
+
+class LoadClock:
+    """When a stage's load last moved on, on any of its ranks: who is through waits for the rest."""
+
+    def __init__(self) -> None:
+        self._moved_at = time.monotonic()
+
+    def move(self) -> None:
+        """A byte was loaded."""
+        self._moved_at = time.monotonic()
+
+    def left(self, stall_seconds: float) -> float:
+        """Seconds until the load has stood still for so long; 0 when it has."""
+        return max(0.0, stall_seconds - (time.monotonic() - self._moved_at))
 
 
 class NodeLink:
@@ -80,29 +104,44 @@ class NodeLink:
         return f"node {self.node.node_id} ({self.node.address})"
 
     async def load_stage(
-        self, order: LoadOrder, assignment: StageAssignment, *, stall_seconds: float
+        self,
+        order: LoadOrder,
+        assignment: StageAssignment,
+        *,
+        rank: int,
+        members: Sequence[NodeInfo],
+        clock: LoadClock,
+        stall_seconds: float,
     ) -> AsyncGenerator[LoadProgress, None]:
-        """Load a stage; yields progress, the last with `is_ready`.
+        """Load a rank's part of a stage; yields progress, the last with `is_ready`.
 
         There is no limit on the whole load, whose size is not known here, but on standing still.
+
+        Args:
+            order: what all stages load.
+            assignment: the stage.
+            rank: which of its ranks this node is.
+            members: the nodes of its ranks.
+            clock: of the stage.
+            stall_seconds: how long no rank of the stage may have loaded a byte.
 
         Raises:
             PeerLost: the node is gone, or loaded no byte for `stall_seconds`.
             ModelError: the node cannot load the files.
         """
-        call = self._control_stub.LoadStage(_load_request(order, assignment))
+        call = self._control_stub.LoadStage(_load_request(order, assignment, rank, members))
         where = f"load stage {assignment.stage} on {self}"
-        loaded, moved_at = -1, time.monotonic()
+        loaded = -1
         try:
             while True:
-                left = stall_seconds - (time.monotonic() - moved_at)
-                async with asyncio.timeout(max(left, 0.0)):
+                async with asyncio.timeout(clock.left(stall_seconds)):
                     message = await call.read()
                 if message is grpc.aio.EOF:
                     raise ProtocolError(f"{where}: the node ended the load without a result")
                 assert isinstance(message, node_pb2.LoadStageProgress)
                 if message.loaded_bytes != loaded:
-                    loaded, moved_at = message.loaded_bytes, time.monotonic()
+                    loaded = message.loaded_bytes
+                    clock.move()
                 yield LoadProgress(
                     loaded_bytes=message.loaded_bytes,
                     total_bytes=message.total_bytes,
@@ -123,9 +162,14 @@ class NodeLink:
             call.cancel()
 
     async def link_stage(
-        self, deployment_id: str, next_node: NodeInfo, *, timeout_seconds: float
+        self,
+        deployment_id: str,
+        next_node: NodeInfo,
+        *,
+        next_tensor_rank: int,
+        timeout_seconds: float,
     ) -> float:
-        """Let the node open its stream to the next stage; return the seconds it took.
+        """Let the node open its stream to a rank of the next stage; return the seconds it took.
 
         Raises:
             PeerLost: one of the two is gone or does not answer in time.
@@ -134,6 +178,7 @@ class NodeLink:
             deployment_id=deployment_id,
             next_node_id=next_node.node_id,
             next_address=next_node.address,
+            next_tensor_rank=next_tensor_rank,
             timeout_seconds=timeout_seconds,
         )
         where = f"link to node {next_node.node_id} ({next_node.address}) on {self}"
@@ -156,8 +201,8 @@ class NodeLink:
         except grpc.aio.AioRpcError as error:
             raise self._mapped(error, f"unload {deployment_id} on {self}") from error
 
-    async def open_steps(self, order: LoadOrder) -> "StepStream":
-        """Open the stream of steps to the first stage.
+    async def open_steps(self, order: LoadOrder, *, tensor_rank: int) -> "StepStream":
+        """Open the stream of steps to a rank of the first stage.
 
         Raises:
             StagemeshError: the node does not accept it in time.
@@ -168,6 +213,7 @@ class NodeLink:
             deployment_id=order.deployment_id,
             incarnation=order.incarnation,
             stage=0,
+            tensor_rank=tensor_rank,
         )
         await shake_hands(
             call,
@@ -223,7 +269,7 @@ class NodeLink:
 
 
 class StepStream:
-    """The open stream of steps to the first stage."""
+    """The open stream of steps to a rank of the first stage."""
 
     def __init__(self, link: NodeLink, call: StepCall) -> None:
         self._link = link
@@ -255,8 +301,10 @@ class StepStream:
         self._call.cancel()
 
 
-def _load_request(order: LoadOrder, assignment: StageAssignment) -> node_pb2.LoadStageRequest:
-    return node_pb2.LoadStageRequest(
+def _load_request(
+    order: LoadOrder, assignment: StageAssignment, rank: int, members: Sequence[NodeInfo]
+) -> node_pb2.LoadStageRequest:
+    request = node_pb2.LoadStageRequest(
         version=our_version(),
         deployment_id=order.deployment_id,
         incarnation=order.incarnation,
@@ -271,6 +319,28 @@ def _load_request(order: LoadOrder, assignment: StageAssignment) -> node_pb2.Loa
         start_layer=assignment.start_layer,
         end_layer=assignment.end_layer,
         dtype=order.dtype,
-        kv_cache_bytes=assignment.kv_cache_bytes,
+        kv_cache_bytes=assignment.ranks[rank].kv_cache_bytes,
         max_context_tokens=order.max_context_tokens,
+    )
+    if assignment.shares is not None:
+        request.tensor_rank = rank
+        request.tensor_backend = order.tensor_backend
+        request.tensor_shares.CopyFrom(tensor_shares_to_proto(assignment.shares))
+        request.tensor_group.CopyFrom(
+            node_pb2.TensorGroup(
+                group_id=f"{order.deployment_id}/stage-{assignment.stage}",
+                incarnation=order.incarnation,
+                members=[_group_member(node) for node in members],
+                timeout_seconds=order.group_seconds,
+            )
+        )
+    return request
+
+
+def _group_member(node: NodeInfo) -> comm_pb2.GroupMember:
+    return comm_pb2.GroupMember(
+        node_id=node.node_id,
+        address=node.address,
+        unix_path=node.unix_path,
+        host_id=node.host_id,
     )

@@ -16,12 +16,12 @@ at both ends) plus the KV cache for `max_context_tokens` x `concurrency` tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.feasibility import CutSearch
+from coordinator.feasibility import CutSearch, SingleNodes
 from coordinator.model_cost import ModelCost, NodeCapacity, StageCosts
 from coordinator.placement_advice import Demand, explain_misfit
 from coordinator.shares import even_out
 from stagemesh.errors import ConfigError, PlacementError
-from stagemesh.layout import Plan, StageAssignment
+from stagemesh.layout import Plan, RankAssignment, StageAssignment
 from stagemesh.placement.counts import proportional_counts
 
 
@@ -126,7 +126,7 @@ def _choose_nodes(
     most = sorted(_largest(nodes, limits.highest))
     if _can_hold(costs, [nodes[i] for i in most]):
         return [nodes[i] for i in most]
-    search = CutSearch(costs, nodes)
+    search = _search(costs, nodes)
     for count in search.feasible_counts(limits.highest):
         if count < limits.lowest:
             break
@@ -140,8 +140,12 @@ def _choose_nodes(
 def _can_hold(costs: StageCosts, nodes: Sequence[NodeCapacity]) -> bool:
     """Whether some split uses each node and fits; the wanted one mostly does."""
     return _fits(costs, nodes, _wanted_counts(costs.model, nodes)) or (
-        CutSearch(costs, nodes).fits_all()
+        _search(costs, nodes).fits_all()
     )
+
+
+def _search(costs: StageCosts, nodes: Sequence[NodeCapacity]) -> CutSearch:
+    return CutSearch(SingleNodes(costs, nodes), num_layers=costs.model.num_layers)
 
 
 def _largest(nodes: Sequence[NodeCapacity], count: int) -> list[int]:
@@ -163,7 +167,7 @@ def _build_plan(
     model = costs.model
     counts = _wanted_counts(model, used)
     if not _fits(costs, used, counts):
-        repaired = CutSearch(costs, used).best_counts(counts)
+        repaired = _search(costs, used).best_counts(counts)
         assert repaired is not None, "the chosen nodes were found to fit"
         counts = repaired
     stages: list[StageAssignment] = []
@@ -172,12 +176,16 @@ def _build_plan(
         stages.append(
             StageAssignment(
                 stage=stage,
-                node_id=node.node_id,
                 start_layer=start,
                 end_layer=start + count,
-                weight_bytes=costs.weight_bytes(start, start + count),
-                kv_bytes_per_token=count * model.kv_bytes_per_token_layer,
-                kv_cache_bytes=costs.kv_bytes(count),
+                ranks=(
+                    RankAssignment(
+                        node_id=node.node_id,
+                        weight_bytes=costs.weight_bytes(start, start + count),
+                        kv_bytes_per_token=count * model.kv_bytes_per_token_layer,
+                        kv_cache_bytes=costs.kv_bytes(count),
+                    ),
+                ),
             )
         )
         start += count

@@ -4,27 +4,33 @@
          ^                    | failures              | failures           | tokens, failures
          `--------------------+-----------------------+--------------------'
 
-Activations never come by here.
+Activations never come by here. Where ranks share a stage, each is sent the steps: the first stage's
+from here, rank j of a later one's by rank j % n of the n before it, so that an activation crosses
+once for each rank that needs it. Rank 0 of the last stage tells the tokens, each rank its failures.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 
-from coordinator.node_link import LoadOrder, NodeLink, StepStream
+from coordinator.node_link import LoadClock, LoadOrder, NodeLink, StepStream
 from stagemesh.errors import PeerLost, StagemeshError
 from stagemesh.layout import Plan
 from stagemesh.steps import Step, StepResult
 
 logger = logging.getLogger(__name__)
 
+_FAILURES_KEPT = 1024
+
 
 class Pipeline:
     """Sends steps in and hands results out.
 
     Args:
-        links: the stages' nodes in pipeline order.
+        links: by stage, the nodes of its ranks.
         order: what the nodes have loaded.
         on_result: awaited with each result, in the order of arrival.
         on_broken: called once, with the error, when a stream breaks.
@@ -32,17 +38,19 @@ class Pipeline:
 
     def __init__(
         self,
-        links: Sequence[NodeLink],
+        links: Sequence[Sequence[NodeLink]],
         order: LoadOrder,
         *,
         on_result: Callable[[StepResult], Awaitable[None]],
         on_broken: Callable[[StagemeshError], None],
     ) -> None:
-        self._links = tuple(links)
+        self._stages = tuple(tuple(ranks) for ranks in links)
+        self._links = tuple(link for ranks in links for link in ranks)
         self._order = order
         self._on_result = on_result
         self._on_broken = on_broken
-        self._steps: StepStream | None = None
+        self._steps: list[StepStream] = []
+        self._failed_steps: deque[int] = deque(maxlen=_FAILURES_KEPT)
         self._watchers: list[asyncio.Task[None]] = []
         self._is_broken = False
 
@@ -52,10 +60,14 @@ class Pipeline:
         Raises:
             StagemeshError: a hop does not work; the text names both its nodes.
         """
-        for link, following in zip(self._links, self._links[1:], strict=False):
-            await link.link_stage(
-                self._order.deployment_id, following.node, timeout_seconds=timeout_seconds
-            )
+        for senders, receivers in pairwise(self._stages):
+            for rank, receiver in enumerate(receivers):
+                await senders[rank % len(senders)].link_stage(
+                    self._order.deployment_id,
+                    receiver.node,
+                    next_tensor_rank=rank,
+                    timeout_seconds=timeout_seconds,
+                )
         loop = asyncio.get_running_loop()
         accepted: list[asyncio.Future[None]] = [loop.create_future() for _ in self._links]
         for link, ready in zip(self._links, accepted, strict=True):
@@ -76,16 +88,26 @@ class Pipeline:
                 f"{silent} did not accept a watcher within {timeout_seconds:.1f} s",
                 node_id=silent.node.node_id,
             )
-        self._steps = await self._links[0].open_steps(self._order)
+        for rank, link in enumerate(self._stages[0]):
+            self._steps.append(await link.open_steps(self._order, tensor_rank=rank))
 
     async def send(self, step: Step) -> None:
         """Send a step to the first stage; a stream that breaks here is reported as any other."""
-        if self._steps is None or self._is_broken:
+        if self._is_broken:
             return
-        try:
-            await self._steps.send(step)
-        except StagemeshError as error:
-            self._broke(error)
+        sends = [stream.send(step) for stream in self._steps]
+        if len(sends) == 1:
+            try:
+                await sends[0]
+            except StagemeshError as error:
+                self._broke(error)
+            return
+        # All are tried: a write that is cut off would end that rank's stream.
+        for outcome in await asyncio.gather(*sends, return_exceptions=True):
+            if isinstance(outcome, StagemeshError):
+                self._broke(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def close(self) -> None:
         """Close all streams; the stages stay loaded."""
@@ -95,9 +117,9 @@ class Pipeline:
         if self._watchers:
             await asyncio.wait(self._watchers, timeout=5.0)
         self._watchers.clear()
-        if self._steps is not None:
-            self._steps.close()
-            self._steps = None
+        for stream in self._steps:
+            stream.close()
+        self._steps.clear()
 
     async def _watch(self, link: NodeLink, accepted: asyncio.Future[None]) -> None:
         try:
@@ -105,13 +127,21 @@ class Pipeline:
                 async for result in results:
                     if result is None:
                         accepted.set_result(None)
-                    else:
+                    elif self._is_news(result):
                         await self._on_result(result)
         except StagemeshError as error:
             if not accepted.done():
                 accepted.set_exception(error)
             else:
                 self._broke(error)
+
+    def _is_news(self, result: StepResult) -> bool:
+        """Whether no other rank has told of the same failure: what all refuse, each reports."""
+        if result.failure is None:
+            return True
+        is_known = result.step_id in self._failed_steps
+        self._failed_steps.append(result.step_id)
+        return not is_known
 
     def _broke(self, error: StagemeshError) -> None:
         if not self._is_broken:
@@ -121,38 +151,45 @@ class Pipeline:
 
 async def load_stages(
     plan: Plan,
-    links: Mapping[str, NodeLink],
+    links: Sequence[Sequence[NodeLink]],
     order: LoadOrder,
     *,
     stall_seconds: float,
-    on_progress: Callable[[int, int, int], None],
+    on_progress: Callable[[int, int, int, int], None],
 ) -> None:
-    """Load all stages at once; the first failure cancels the others.
+    """Load all ranks of all stages at once; the first failure cancels the others.
 
     Args:
         plan: the placement.
-        links: the plan's nodes by id.
+        links: by stage, the nodes of its ranks.
         order: what to load.
-        stall_seconds: a node that loads no byte for this long is given up.
-        on_progress: called with (stage, loaded bytes, total bytes).
+        stall_seconds: a stage of which no byte is loaded for this long is given up.
+        on_progress: called with (stage, rank, loaded bytes, total bytes).
 
     Raises:
         StagemeshError: a node could not load its stage.
     """
 
-    async def load(index: int) -> None:
-        assignment = plan.stages[index]
-        progress = links[assignment.node_id].load_stage(
-            order, assignment, stall_seconds=stall_seconds
+    clocks = [LoadClock() for _ in plan.stages]
+
+    async def load(stage: int, rank: int) -> None:
+        progress = links[stage][rank].load_stage(
+            order,
+            plan.stages[stage],
+            rank=rank,
+            members=[link.node for link in links[stage]],
+            clock=clocks[stage],
+            stall_seconds=stall_seconds,
         )
         async with contextlib.aclosing(progress) as events:
             async for event in events:
-                on_progress(index, event.loaded_bytes, event.total_bytes)
+                on_progress(stage, rank, event.loaded_bytes, event.total_bytes)
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for index in range(plan.num_stages):
-                tasks.create_task(load(index), name=f"load-stage-{index}")
+            for stage, ranks in enumerate(links):
+                for rank in range(len(ranks)):
+                    tasks.create_task(load(stage, rank), name=f"load-stage-{stage}-{rank}")
     except ExceptionGroup as group:
         ours, rest = group.split(StagemeshError)
         if rest is not None or ours is None:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from coordinator.config import DeploymentConfig
 from coordinator.memory_fit import fit, fit_plan, run_dtype
 from coordinator.model_cost import ModelCost, NodeCapacity, StageCosts, held_model_cost
-from coordinator.planner.plan import PlanResult
+from coordinator.planner.plan import PlanResult, StagePlan
 from coordinator.planner.planner import plan_placement
 from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
+from coordinator.rank_cost import RankCosts, divided
 from stagemesh.errors import PlacementError
-from stagemesh.layout import Plan, StageAssignment
+from stagemesh.layout import Plan, RankAssignment, StageAssignment
 from stagemesh.model_spec import ModelSpec
+from stagemesh.placement.tensor_shares import TensorShares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,6 @@ def best_plan(
     spec: ModelSpec,
     profile: ClusterProfile,
     *,
-    max_tp_degree: int = 1,
     max_replicas: int = 1,
 ) -> tuple[PlanResult, Workload]:
     """The planner's choice, and the context and concurrency that it holds.
@@ -79,7 +80,6 @@ def best_plan(
         config: what is asked for.
         spec: the model.
         profile: the nodes; each with rates for the run dtype.
-        max_tp_degree: ranks that may share a stage; what runs has one.
         max_replicas: copies of the model; what runs has one.
 
     Raises:
@@ -87,7 +87,7 @@ def best_plan(
         PlacementError: it does not fit with what the user set, or not even at the least.
     """
     cost = held_model_cost(spec, dtype=run_dtype(config, spec))
-    wishes = constraints(config, max_tp_degree=max_tp_degree, max_replicas=max_replicas)
+    wishes = constraints(config, max_replicas=max_replicas)
 
     def attempt(context: int, concurrency: int) -> tuple[PlanResult, Workload]:
         asked = workload_of(config, context=context, concurrency=concurrency)
@@ -108,16 +108,16 @@ def workload_of(config: DeploymentConfig, *, context: int, concurrency: int) -> 
     )
 
 
-def constraints(
-    config: DeploymentConfig, *, max_tp_degree: int = 1, max_replicas: int = 1
-) -> Constraints:
-    """What the user wants of a placement; what runs has one replica and one rank a stage."""
+def constraints(config: DeploymentConfig, *, max_replicas: int = 1) -> Constraints:
+    """What the user wants of a placement; what runs has one replica."""
+    ranks = config.stage_ranks
     return Constraints(
-        num_stages=config.num_stages,
+        num_stages=config.num_stages if ranks is None else len(ranks),
         max_stages=config.max_stages,
         pinned=dict(config.pinned),
         excluded=config.excluded,
-        max_tp_degree=max_tp_degree,
+        max_tp_degree=max(config.tp, default=config.max_tp),
+        tp_degrees=ranks or config.tp,
         max_replicas=max_replicas,
     )
 
@@ -134,16 +134,34 @@ def to_layout(result: PlanResult, cost: ModelCost, *, concurrency: int) -> Plan:
         stages=tuple(
             StageAssignment(
                 stage=index,
-                node_id=stage.node_ids[0],
                 start_layer=stage.start_layer,
                 end_layer=stage.end_layer,
-                weight_bytes=costs.weight_bytes(stage.start_layer, stage.end_layer),
-                kv_bytes_per_token=stage.num_layers * cost.kv_bytes_per_token_layer,
-                kv_cache_bytes=costs.kv_bytes(stage.num_layers),
+                ranks=_ranks(stage, costs),
+                shares=_shares(stage, cost),
             )
             for index, stage in enumerate(replica.stages)
         ),
         unused_node_ids=tuple(result.unused),
+    )
+
+
+def _ranks(stage: StagePlan, costs: StageCosts) -> tuple[RankAssignment, ...]:
+    held = RankCosts(costs, _shares(stage, costs.model))
+    return tuple(
+        held.assignment(node_id, stage.start_layer, stage.end_layer, rank=rank)
+        for rank, node_id in enumerate(stage.node_ids)
+    )
+
+
+def _shares(stage: StagePlan, cost: ModelCost) -> TensorShares | None:
+    """The planner's shares as they are loaded; the vocabulary is divided evenly."""
+    if len(stage.ranks) == 1:
+        return None
+    return TensorShares(
+        num_kv_heads=cost.kv_groups,
+        query_heads=tuple(rank.query_heads for rank in stage.ranks),
+        mlp_columns=tuple(rank.mlp_columns for rank in stage.ranks),
+        vocab_rows=divided(cost, len(stage.ranks)).vocab_rows,
     )
 
 

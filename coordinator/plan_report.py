@@ -61,6 +61,7 @@ def _rank(rank: RankShare) -> dict[str, Any]:
     return {
         "node_id": rank.node_id,
         "kv_groups": rank.kv_groups,
+        "query_heads": rank.query_heads,
         "mlp_columns": rank.mlp_columns,
         "memory": {**asdict(rank.memory), "total": rank.memory.total},
         "memory_limit_bytes": rank.memory_limit_bytes,

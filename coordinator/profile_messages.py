@@ -24,6 +24,8 @@ def node_info(node: node_pb2.NodeDescription, *, software: str = "") -> NodeInfo
         start_id=node.start_id,
         software=software,
         will_measure=node.will_measure,
+        unix_path=node.unix_path,
+        host_id=node.host_id,
     )
 
 

@@ -13,11 +13,12 @@ from coordinator.generation import GeneratedToken, GenerationRequest
 from coordinator.pipeline import Pipeline
 from coordinator.scheduler import Scheduler
 from stagemesh.errors import PeerLost, ProtocolError, StageFailed, StagemeshError
-from stagemesh.steps import SEND_OPERATION, StepFailure, StepResult
+from stagemesh.steps import GROUP_OPERATION, SEND_OPERATION, StepFailure, StepResult
 
 logger = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 0.5
+_BREAKING = (SEND_OPERATION, GROUP_OPERATION)
 
 Event = GeneratedToken | StagemeshError
 
@@ -98,8 +99,9 @@ class Runtime:
         sent_at = self._sent_at.pop(result.step_id, None)
         if sent_at is not None and result.failure is None:
             self.stats.add(result, now - sent_at)
-        if result.failure is not None and result.failure.operation == SEND_OPERATION:
-            # The link between two stages broke while both may be well: only linking anew helps.
+        if result.failure is not None and result.failure.operation in _BREAKING:
+            # The link between two stages or ranks broke while both may be well: only linking anew
+            # helps.
             self.fail(PeerLost(_failure_text(result.failure), node_id=result.failure.node_id))
             return
         try:

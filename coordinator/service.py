@@ -215,13 +215,16 @@ def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStat
         stages=[
             coordinator_pb2.StagePlacement(
                 stage=stage.stage,
-                node_id=stage.node_id,
+                node_id=rank.node_id,
                 start_layer=stage.start_layer,
                 end_layer=stage.end_layer,
-                weight_bytes=stage.weight_bytes,
-                kv_bytes=stage.kv_cache_bytes,
+                weight_bytes=rank.weight_bytes,
+                kv_bytes=rank.kv_cache_bytes,
+                tensor_rank=index,
+                num_ranks=stage.num_ranks,
             )
             for stage in (() if plan is None else plan.stages)
+            for index, rank in enumerate(stage.ranks)
         ],
         active_requests=0 if runtime is None else runtime.num_active,
         waiting_requests=0 if runtime is None else runtime.scheduler.num_waiting,

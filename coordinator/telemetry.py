@@ -59,12 +59,15 @@ class CoordinatorTelemetry:
             "stages": [
                 {
                     "stage": s.stage,
-                    "node_id": s.node_id,
+                    "tensor_rank": index,
+                    "num_ranks": s.num_ranks,
+                    "node_id": rank.node_id,
                     "start_layer": s.start_layer,
                     "end_layer": s.end_layer,
-                    "weight_bytes": s.weight_bytes,
+                    "weight_bytes": rank.weight_bytes,
                 }
                 for s in (() if plan is None else plan.stages)
+                for index, rank in enumerate(s.ranks)
             ],
         }
         # By name, not by id: an id is of one process, whose successor could not clear its topic.

@@ -48,23 +48,24 @@ class NodeDaemon:
         )
         self._compute = ComputeThread(f"compute-{self._device.torch_device}")
         self._reporter = NodeReporter(config, self._device, profile=self._profile)
+        self.comm = CommServicer(
+            node_id=config.node_id,
+            token=config.token,
+            max_tensor_bytes=config.max_tensor_bytes,
+            unix_sockets=config.unix_socket,
+        )
         self.servicer = NodeServicer(
             node_id=config.node_id,
             describe=self._reporter.description,
             status=self._reporter.status,
             loader=StageLoader(device=self._device.torch_device, compute=self._compute),
             compute=self._compute,
+            comm=self.comm,
             token=config.token,
             max_tensor_bytes=config.max_tensor_bytes,
         )
         self.profiler = Profiler(
             self._device.torch_device, compute=self._compute, load=self.servicer.load
-        )
-        self.comm = CommServicer(
-            node_id=config.node_id,
-            token=config.token,
-            max_tensor_bytes=config.max_tensor_bytes,
-            unix_sockets=config.unix_socket,
         )
         self._server = RpcServer(
             config.bind,

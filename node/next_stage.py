@@ -1,4 +1,4 @@
-"""The long-lived stream to the next stage of a pipeline."""
+"""The long-lived stream to a rank of the next stage of a pipeline."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _SEND_TIMEOUT_SECONDS = 30.0
 
 
 class NextStage:
-    """Sends steps to the stage after this one.
+    """Sends steps to one rank of the stage after this one.
 
     A stream that broke stays broken: what the peer has got of it is not known, so nothing is sent
     again, and the coordinator links anew.
@@ -30,6 +30,7 @@ class NextStage:
         deployment_id: the deployment that both serve.
         incarnation: its incarnation.
         stage: index of the peer's stage.
+        tensor_rank: which of the stage's ranks the peer is.
         token: the cluster's token.
     """
 
@@ -41,6 +42,7 @@ class NextStage:
         deployment_id: str,
         incarnation: int,
         stage: int,
+        tensor_rank: int,
         token: str | None,
     ) -> None:
         self.node_id = node_id
@@ -50,6 +52,7 @@ class NextStage:
             deployment_id=deployment_id,
             incarnation=incarnation,
             stage=stage,
+            tensor_rank=tensor_rank,
         )
         self._stage = stage
         self._channel = open_channel(address, token=token, kind="data")

@@ -1,6 +1,5 @@
 """NodeService: the daemon's gRPC face to the coordinator and to the stage before."""
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -11,14 +10,16 @@ import grpc
 import grpc.aio
 import torch
 
+from node.deployment import Deployment
 from node.executor import ComputeThread
 from node.next_stage import NextStage
 from node.profiler import Load
+from node.stage_group import StageGroup, group_request, open_stage_group
 from node.stage_loader import Loaded, StageLoader, StageRequest
 from node.stage_runner import QueuedStep, StageRunner
 from node.status import describe_stage
+from stagemesh.comm.service import CommServicer
 from stagemesh.errors import NotReady, ProtocolError
-from stagemesh.layout import StageAssignment
 from stagemesh.rpc.codec import TensorAssembler
 from stagemesh.rpc.convert import (
     check_version,
@@ -32,21 +33,6 @@ logger = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Deployment:
-    """What this node runs of one deployment."""
-
-    def __init__(self, request: StageRequest, runner: StageRunner) -> None:
-        self.request = request
-        self.runner = runner
-        self.task = asyncio.create_task(runner.run(), name=f"stage-{request.stage}")
-
-    async def close(self) -> None:
-        """Stop the stage and free what it holds."""
-        self.task.cancel()
-        await asyncio.wait({self.task}, timeout=5.0)
-        await self.runner.close()
-
-
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """Loads stages and carries steps through them.
 
@@ -56,6 +42,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         status: makes the node's current status from its stages.
         loader: loads stages.
         compute: the device's thread.
+        comm: opens the groups of ranks that run a stage together.
         token: shown to the next stage.
         max_tensor_bytes: largest activation that is accepted.
     """
@@ -68,6 +55,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         status: Callable[[list[node_pb2.StageStatus]], node_pb2.NodeStatus],
         loader: StageLoader,
         compute: ComputeThread,
+        comm: CommServicer,
         token: str | None,
         max_tensor_bytes: int,
     ) -> None:
@@ -76,6 +64,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._status = status
         self._loader = loader
         self._compute = compute
+        self._comm = comm
         self._token = token
         self._max_tensor_bytes = max_tensor_bytes
         self._deployments: dict[str, Deployment] = {}
@@ -93,34 +82,37 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         """Load a stage; an older incarnation of the deployment is unloaded first."""
         check_version(request.version, peer="the coordinator")
         wanted = _stage_request(request)
+        ranks = group_request(request, node_id=self._node_id)
         await self._unload(wanted.deployment_id)
-        # Closed with this call, so that a caller who goes away stops the load at once.
-        async with contextlib.aclosing(self._loader.load(wanted)) as events:
+        # Closed with this call, so that a caller who goes away stops the load at once, and so that
+        # the other ranks of a load that fails do not wait for this one.
+        async with contextlib.AsyncExitStack() as stack:
+            group = None
+            if ranks is not None:
+                group = await open_stage_group(ranks, comm=self._comm)
+                stack.push_async_callback(group.close)
+            events = await stack.enter_async_context(
+                contextlib.aclosing(self._loader.load(wanted, group=group))
+            )
             async for event in events:
-                if isinstance(event, Loaded):
-                    # Another load of the same deployment may have ended meanwhile; the later wins.
-                    await self._unload(wanted.deployment_id)
-                    yield self._start(wanted, event)
-                else:
+                if not isinstance(event, Loaded):
                     yield node_pb2.LoadStageProgress(
                         loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes
                     )
+                    continue
+                # Another load of the same deployment may have ended meanwhile; the later wins.
+                await self._unload(wanted.deployment_id)
+                ready = self._start(wanted, event, group)
+                stack.pop_all()  # the stage has the group now, and closes it
+                yield ready
 
-    def _start(self, request: StageRequest, loaded: Loaded) -> node_pb2.LoadStageProgress:
+    def _start(
+        self, request: StageRequest, loaded: Loaded, group: StageGroup | None
+    ) -> node_pb2.LoadStageProgress:
         engine = loaded.engine
-        assignment = StageAssignment(
-            stage=request.stage,
-            node_id=self._node_id,
-            start_layer=request.start_layer,
-            end_layer=request.end_layer,
-            weight_bytes=engine.stage.weight_bytes,
-            kv_bytes_per_token=engine.cache.layout.bytes_per_token,
-            kv_cache_bytes=request.kv_cache_bytes,
+        self._deployments[request.deployment_id] = Deployment(
+            request, engine, node_id=self._node_id, compute=self._compute, group=group
         )
-        runner = StageRunner(
-            engine, assignment=assignment, node_id=self._node_id, compute=self._compute
-        )
-        self._deployments[request.deployment_id] = Deployment(request, runner)
         logger.info(
             "stage loaded",
             extra={
@@ -144,7 +136,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def LinkStage(  # noqa: N802
         self, request: node_pb2.LinkStageRequest, context: Context
     ) -> node_pb2.LinkStageReply:
-        """Open the stream to the next stage."""
+        """Open the stream to a rank of the next stage; one to the same rank is replaced."""
         deployment = self._deployment(request.deployment_id)
         runner = deployment.runner
         next_stage = NextStage(
@@ -153,6 +145,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             deployment_id=request.deployment_id,
             incarnation=deployment.request.incarnation,
             stage=deployment.request.stage + 1,
+            tensor_rank=request.next_tensor_rank,
             token=self._token,
         )
         try:
@@ -160,7 +153,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         except BaseException:
             await next_stage.close()
             raise
-        old, runner.next_stage = runner.next_stage, next_stage
+        old = runner.next_ranks.get(request.next_tensor_rank)
+        runner.next_ranks[request.next_tensor_rank] = next_stage
         if old is not None:
             await old.close()
         return node_pb2.LinkStageReply(connect_seconds=seconds)
@@ -210,11 +204,12 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     def _accept(self, hello: node_pb2.StepHello) -> StageRunner:
         deployment = self._deployment(hello.deployment_id)
         own = deployment.request
-        if (hello.incarnation, hello.stage) != (own.incarnation, own.stage):
+        place = (own.incarnation, own.stage, deployment.tensor_rank)
+        if (hello.incarnation, hello.stage, hello.tensor_rank) != place:
             raise NotReady(
-                f"node {self._node_id} runs stage {own.stage} of incarnation {own.incarnation} of "
-                f"{hello.deployment_id}; the sender wants stage {hello.stage} of incarnation "
-                f"{hello.incarnation}"
+                f"node {self._node_id} is rank {deployment.tensor_rank} of stage {own.stage} of "
+                f"incarnation {own.incarnation} of {hello.deployment_id}; the sender wants rank "
+                f"{hello.tensor_rank} of stage {hello.stage} of incarnation {hello.incarnation}"
             )
         return deployment.runner
 
@@ -248,7 +243,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
 
     def stage_statuses(self) -> list[node_pb2.StageStatus]:
         """The stages, now."""
-        return [describe_stage(d.request, d.runner) for d in self._deployments.values()]
+        return [describe_stage(d) for d in self._deployments.values()]
 
     def load(self) -> Load:
         """What the stages have computed and hold, now."""

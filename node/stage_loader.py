@@ -11,9 +11,11 @@ import torch
 
 from node.executor import ComputeThread
 from node.free_memory import give_back_freed_memory
+from node.stage_group import StageGroup
 from stagemesh.errors import CheckpointError, ModelNotFound, NotReady
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
+from stagemesh.models.tensor_parallel import TensorGroup
 
 _PROGRESS_SECONDS = 0.2
 _TRIM_BYTES = 64 * 2**20
@@ -66,10 +68,16 @@ class StageLoader:
         self._device = device
         self._compute = compute
 
-    async def load(self, request: StageRequest) -> AsyncGenerator[Progress | Loaded, None]:
+    async def load(
+        self, request: StageRequest, *, group: StageGroup | None = None
+    ) -> AsyncGenerator[Progress | Loaded, None]:
         """Yield progress a few times a second, then the loaded stage.
 
         Closing the generator stops the load at its next tensor.
+
+        Args:
+            request: what to load.
+            group: the ranks that run the stage together; all load it at the same time.
 
         Raises:
             ModelNotFound: the model is neither at the path nor known by its reference here.
@@ -78,8 +86,11 @@ class StageLoader:
         """
         started = time.monotonic()
         counter = _Counter()
+        compute = self._compute if group is None else group.compute
+        tensor_group = None if group is None else group.tensor_group
         task = asyncio.create_task(
-            self._compute.run(lambda: _load(request, self._device, counter)), name="load-stage"
+            compute.run(lambda: _load(request, self._device, counter, tensor_group)),
+            name="load-stage",
         )
         try:
             while not task.done():
@@ -110,7 +121,12 @@ class _Counter:
             give_back_freed_memory()
 
 
-def _load(request: StageRequest, device: torch.device, counter: _Counter) -> StageEngine:
+def _load(
+    request: StageRequest,
+    device: torch.device,
+    counter: _Counter,
+    tensor_group: TensorGroup | None,
+) -> StageEngine:
     spec = find_model(request)
     counter.total_bytes = sum(
         info.num_bytes for info in spec.tensors_for_stage(request.start_layer, request.end_layer)
@@ -123,6 +139,7 @@ def _load(request: StageRequest, device: torch.device, counter: _Counter) -> Sta
         device=device,
         kv_limit_bytes=request.kv_cache_bytes,
         on_bytes=counter.add,
+        tensor_group=tensor_group,
     )
     give_back_freed_memory()
     return engine

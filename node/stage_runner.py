@@ -1,7 +1,7 @@
 r"""A loaded stage at work: steps in, activations or tokens out, in order.
 
-      RunSteps in --> queue --> compute thread --> outbox --> next stage's RunSteps
-                                       |                  \-> (last stage) watchers
+      RunSteps in --> queue --> compute thread --> outbox --> RunSteps of ranks of the next stage
+                                       |                  \-> (last stage, rank 0) watchers
                                        \-> failure --> watchers
 
 Two tasks per stage: one computes, one sends, so that a step travels while the next one computes.
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +21,14 @@ from node.free_memory import give_back_freed_memory
 from node.next_stage import NextStage
 from stagemesh.errors import CapacityExceeded, NotReady, StagemeshError
 from stagemesh.inference.stage_engine import StageEngine, StageOutput
-from stagemesh.layout import StageAssignment
-from stagemesh.steps import SEND_OPERATION, StageTiming, Step, StepFailure, StepResult
+from stagemesh.steps import (
+    GROUP_OPERATION,
+    SEND_OPERATION,
+    StageTiming,
+    Step,
+    StepFailure,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,23 +84,30 @@ class StageRunner:
 
     Args:
         engine: the loaded stage.
-        assignment: its place in the plan.
+        stage: its index.
+        tensor_rank: which of the stage's ranks this node is.
         node_id: for failures.
-        compute: the device's thread.
+        compute: the thread that runs it.
+        is_over: whether the stage's ranks can compute nothing more together.
     """
 
     def __init__(
         self,
         engine: StageEngine,
         *,
-        assignment: StageAssignment,
+        stage: int,
+        tensor_rank: int = 0,
         node_id: str,
         compute: ComputeThread,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engine = engine
-        self.assignment = assignment
+        self.stage = stage
+        self.tensor_rank = tensor_rank
         self.counters = StageCounters()
-        self.next_stage: NextStage | None = None
+        self.next_ranks: dict[int, NextStage] = {}
+        """Ranks of the next stage that this one feeds: each gets its activation from one rank."""
+        self._is_over = is_over
         self._node_id = node_id
         self._compute = compute
         self._inbox: asyncio.Queue[QueuedStep] = asyncio.Queue(_MAX_QUEUED_STEPS)
@@ -134,8 +147,7 @@ class StageRunner:
         for watcher in self._watchers:
             watcher.put(None)
         self._watchers.clear()
-        if self.next_stage is not None:
-            await self.next_stage.close()
+        await asyncio.gather(*(link.close() for link in self.next_ranks.values()))
         self.engine.cache.clear()
 
     async def _compute_loop(self) -> None:
@@ -147,7 +159,8 @@ class StageRunner:
                 Exception
             ) as error:  # whatever torch or a family's code raises ends the step, not the node
                 logger.exception("step failed", extra={"step_id": item.step.step_id})
-                self._report(item.step.step_id, error, operation="compute")
+                operation = GROUP_OPERATION if self._is_over() else "compute"
+                self._report(item.step.step_id, error, operation=operation)
                 continue
             self.counters.num_steps += 1
             self.counters.num_tokens += item.step.num_tokens
@@ -160,7 +173,7 @@ class StageRunner:
         output = self.engine.run(item.step, item.activation)
         ended = time.monotonic_ns()
         timing = StageTiming(
-            stage=self.assignment.stage,
+            stage=self.stage,
             queue_nanos=begun - item.arrived_nanos,
             compute_nanos=ended - begun,
         )
@@ -179,23 +192,36 @@ class StageRunner:
             item, output = await self._outbox.get()
             step = item.step
             if self.engine.stage.is_last:
-                self._publish(
-                    StepResult(step_id=step.step_id, tokens=output.tokens, timings=item.timings)
-                )
+                # All ranks draw the same tokens; one tells them.
+                if self.tensor_rank == 0:
+                    self._publish(
+                        StepResult(step_id=step.step_id, tokens=output.tokens, timings=item.timings)
+                    )
                 continue
             try:
-                if self.next_stage is None:
-                    raise NotReady(f"stage {self.assignment.stage} has no link to the next stage")
-                await self.next_stage.send(
-                    replace(step, token_ids=()), output.activation, timings=item.timings
-                )
+                await self._send(item, output.activation)
             except StagemeshError as error:
                 self._report(step.step_id, error, operation=SEND_OPERATION)
+
+    async def _send(self, item: QueuedStep, activation: torch.Tensor | None) -> None:
+        """Send a step to the ranks that get it from this one; of more ranks some feed nobody."""
+        links = list(self.next_ranks.values())
+        if not links and self.tensor_rank == 0:
+            raise NotReady(f"stage {self.stage} has no link to the next stage")
+        step = replace(item.step, token_ids=())
+        sends = [link.send(step, activation, timings=item.timings) for link in links]
+        if len(sends) == 1:
+            await sends[0]
+            return
+        # All are tried: a send that is cut off would leave that rank's stream in the middle.
+        for outcome in await asyncio.gather(*sends, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _report(self, step_id: int, error: Exception, *, operation: str) -> None:
         failure = StepFailure(
             node_id=self._node_id,
-            stage=self.assignment.stage,
+            stage=self.stage,
             operation=operation,
             error_type=type(error).__name__,
             message=str(error),

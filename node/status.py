@@ -9,9 +9,8 @@ from typing import Any
 import psutil
 
 from node.config import NodeConfig
+from node.deployment import Deployment
 from node.device import Device, platform_text
-from node.stage_loader import StageRequest
-from node.stage_runner import StageRunner
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.unix_socket import host_id
 from stagemesh.rpc.v1 import node_pb2, profile_pb2
@@ -73,8 +72,9 @@ class NodeReporter:
         )
 
 
-def describe_stage(request: StageRequest, runner: StageRunner) -> node_pb2.StageStatus:
+def describe_stage(deployment: Deployment) -> node_pb2.StageStatus:
     """A stage and its counters."""
+    request, runner = deployment.request, deployment.runner
     cache = runner.engine.cache
     return node_pb2.StageStatus(
         deployment_id=request.deployment_id,
@@ -89,6 +89,8 @@ def describe_stage(request: StageRequest, runner: StageRunner) -> node_pb2.Stage
         num_steps=runner.counters.num_steps,
         num_tokens=runner.counters.num_tokens,
         compute_seconds=runner.counters.compute_nanos / 1e9,
+        tensor_rank=deployment.tensor_rank,
+        num_ranks=deployment.num_ranks,
     )
 
 
@@ -107,4 +109,6 @@ def stage_metrics(status: node_pb2.StageStatus) -> dict[str, Any]:
         "num_steps": status.num_steps,
         "num_tokens": status.num_tokens,
         "compute_seconds": status.compute_seconds,
+        "tensor_rank": status.tensor_rank,
+        "num_ranks": status.num_ranks,
     }

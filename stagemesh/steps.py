@@ -128,6 +128,9 @@ class StageTiming:
 SEND_OPERATION = "send activation"
 """`operation` of a failure to reach the next stage: no later step will reach it either."""
 
+GROUP_OPERATION = "compute with the other ranks"
+"""`operation` of a failure that ended the group of a stage's ranks: no later step has one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailure:

@@ -63,6 +63,7 @@ STUB_USERS = {
     "stagemesh/weight_transfer/service.py": "serves the weight service",
     "node/weight_source.py": "client of weight services",
     "node/service.py": "serves the node service",
+    "node/stage_group.py": "the ranks of a stage and their messages",
     "node/status.py": "answers of the node service",
     "node/daemon.py": "registers what it serves",
     "node/profile_service.py": "serves the profile service",

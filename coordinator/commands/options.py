@@ -42,6 +42,19 @@ def model_options(function: F) -> F:
             click.option("--context", "max_context", type=int, help="Longest sequence in tokens."),
             click.option("--concurrency", type=int, help="Full-length sequences at once."),
             click.option("--stages", type=int, help="Number of pipeline stages."),
+            click.option(
+                "--tp",
+                metavar="N[,N...]",
+                help="Nodes that share each stage as tensor-parallel ranks: one number for all "
+                "stages, or one for each, e.g. 2,1.",
+            ),
+            click.option(
+                "--tp-backend",
+                type=click.Choice(["grpc", "gloo"]),
+                default="grpc",
+                show_default=True,
+                help="What carries the tensors of nodes that share a stage.",
+            ),
         ],
     )
 
@@ -63,6 +76,13 @@ def placement_options(*, objective: str | None) -> Callable[[F], F]:
                 help=f"What the planner makes good, by measured speeds. By default: {by_default}.",
             ),
             click.option("--max-stages", type=int, help="No more pipeline stages than these."),
+            click.option(
+                "--max-tp",
+                type=int,
+                default=1,
+                show_default=True,
+                help="Nodes that the planner may let share a stage, with --objective.",
+            ),
             click.option(
                 "--pin",
                 "pins",
@@ -98,6 +118,20 @@ def parse_pins(pins: Sequence[str]) -> dict[str, tuple[int, int]]:
     return result
 
 
+def parse_degrees(text: str | None) -> tuple[int, ...]:
+    """Ranks of each stage.
+
+    Raises:
+        ConfigError: it is no list of numbers.
+    """
+    if text is None:
+        return ()
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isdigit() for number in numbers):
+        raise ConfigError(f"--tp takes a number, or one for each stage such as 2,1, got {text!r}")
+    return tuple(int(number) for number in numbers)
+
+
 def local_options(function: F) -> F:
     """Add what a local cluster's nodes are started with."""
     return _apply(
@@ -125,6 +159,9 @@ def deployment_config(
     max_context: int | None,
     concurrency: int | None,
     stages: int | None,
+    tp: str | None = None,
+    tp_backend: str = "grpc",
+    max_tp: int = 1,
     objective: str | None = None,
     max_stages: int | None = None,
     pins: Sequence[str] = (),
@@ -140,6 +177,9 @@ def deployment_config(
         max_context_tokens=max_context,
         concurrency=concurrency,
         num_stages=stages,
+        tp=parse_degrees(tp),
+        max_tp=max_tp,
+        tp_backend=tp_backend,  # type: ignore[arg-type]  # likewise
         max_stages=max_stages,
         objective=objective,  # type: ignore[arg-type]  # likewise
         pinned=parse_pins(pins),

@@ -51,7 +51,6 @@ _LIVE = "live"
     show_default=True,
     help="The coordinator's gRPC address, for live nodes.",
 )
-@click.option("--max-tp", type=int, default=1, show_default=True, help="Ranks that share a stage.")
 @click.option("--max-replicas", type=int, default=1, show_default=True, help="Copies of the model.")
 @click.option(
     "--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture of the plan."
@@ -62,7 +61,6 @@ def command(
     *,
     nodes: str,
     coordinator: str,
-    max_tp: int,
     max_replicas: int,
     svg: Path | None,
     token: str | None,
@@ -85,9 +83,7 @@ def command(
             raise ConfigError(
                 f"a node has no rates for {run_dtype(config, spec)}; choose another with --dtype"
             )
-        result, workload = best_plan(
-            config, spec, cluster, max_tp_degree=max_tp, max_replicas=max_replicas
-        )
+        result, workload = best_plan(config, spec, cluster, max_replicas=max_replicas)
         if svg is not None:
             _write(svg, plan_svg(spec.name, result, workload))
         if as_json:

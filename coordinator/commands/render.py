@@ -11,7 +11,7 @@ from rich.text import Text
 from coordinator.commands.measured_tables import measured_tables
 from coordinator.commands.units import gib
 from coordinator.deployment import Deployment
-from stagemesh.layout import Plan
+from stagemesh.layout import Plan, StageAssignment
 from stagemesh.rpc.v1 import coordinator_pb2
 
 
@@ -40,23 +40,40 @@ def print_placement(
 
 def _placement_table(plan: Plan) -> Table:
     table = Table()
+    is_shared = any(stage.num_ranks > 1 for stage in plan.stages)
     for heading, justify in (
         ("stage", "right"),
         ("node", "left"),
         ("layers", "left"),
+        *((("rank", "left"), ("heads", "right"), ("columns", "right")) if is_shared else ()),
         ("weights", "right"),
         ("KV cache", "right"),
     ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+        table.add_column(heading, justify=justify)
     for stage in plan.stages:
-        table.add_row(
-            str(stage.stage),
-            stage.node_id,
-            layers(stage.start_layer, stage.end_layer),
-            gib(stage.weight_bytes),
-            gib(stage.kv_cache_bytes),
-        )
+        for index, rank in enumerate(stage.ranks):
+            table.add_row(
+                str(stage.stage) if index == 0 else "",
+                rank.node_id,
+                layers(stage.start_layer, stage.end_layer) if index == 0 else "",
+                *(_share_cells(stage, index) if is_shared else ()),
+                gib(rank.weight_bytes),
+                gib(rank.kv_cache_bytes),
+            )
     return table
+
+
+def rank_text(rank: int, num_ranks: int) -> str:
+    """Which of the ranks of a stage."""
+    return "alone" if num_ranks == 1 else f"{rank} of {num_ranks}"
+
+
+def _share_cells(stage: StageAssignment, rank: int) -> tuple[str, str, str]:
+    """A rank's number, query heads and MLP columns."""
+    name, shares = rank_text(rank, stage.num_ranks), stage.shares
+    if shares is None:
+        return name, "all", "all"
+    return name, str(shares.query_heads[rank]), str(shares.mlp_columns[rank])
 
 
 def plan_json(name: str, plan: Plan) -> dict[str, Any]:
@@ -75,14 +92,35 @@ def plan_json(name: str, plan: Plan) -> dict[str, Any]:
                 "end_layer": s.end_layer,
                 "weight_bytes": s.weight_bytes,
                 "kv_cache_bytes": s.kv_cache_bytes,
+                "ranks": [_rank_json(s, rank) for rank in range(s.num_ranks)],
             }
             for s in plan.stages
         ],
     }
 
 
+def _rank_json(stage: StageAssignment, rank: int) -> dict[str, Any]:
+    assigned, shares = stage.ranks[rank], stage.shares
+    divided = (
+        {}
+        if shares is None
+        else {
+            "query_heads": shares.query_heads[rank],
+            "kv_heads": list(shares.kv_range(rank)),
+            "mlp_columns": shares.mlp_columns[rank],
+            "vocab_rows": shares.vocab_rows[rank],
+        }
+    )
+    return {
+        "node_id": assigned.node_id,
+        **divided,
+        "weight_bytes": assigned.weight_bytes,
+        "kv_cache_bytes": assigned.kv_cache_bytes,
+    }
+
+
 class LoadBars:
-    """One progress bar per stage while a deployment loads, the placement above them."""
+    """One progress bar per stage and rank while a deployment loads, the placement above them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -94,7 +132,7 @@ class LoadBars:
             console=console,
             transient=False,
         )
-        self._bars: dict[int, Any] = {}
+        self._bars: dict[tuple[int, int], Any] = {}
         self._plan: Plan | None = None
         self._detail = ""
 
@@ -122,10 +160,15 @@ class LoadBars:
             print_placement(
                 self._progress.console, deployment.name, deployment.plan, reasons=reasons
             )
-        for stage, (loaded, total) in sorted(deployment.loaded_bytes.items()):
-            if stage not in self._bars:
-                self._bars[stage] = self._progress.add_task(f"load stage {stage}", total=total)
-            self._progress.update(self._bars[stage], completed=loaded, total=total)
+        for part, (loaded, total) in sorted(deployment.loaded_bytes.items()):
+            if part not in self._bars:
+                name = self._part_name(*part)
+                self._bars[part] = self._progress.add_task(f"load {name}", total=total)
+            self._progress.update(self._bars[part], completed=loaded, total=total)
+
+    def _part_name(self, stage: int, rank: int) -> str:
+        is_shared = self._plan is not None and self._plan.stages[stage].num_ranks > 1
+        return f"stage {stage} rank {rank}" if is_shared else f"stage {stage}"
 
     def finish(self, deployment: Deployment) -> None:
         """Fill the bars: the deployment is ready."""
@@ -178,7 +221,10 @@ def _deployment_table(
         f"{deployment.active_requests} active, {deployment.generated_tokens} tokens generated"
     )
     table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("stage", "node", "layers", "weights", "KV used", "KV limit", "steps"):
+    is_shared = any(placed.num_ranks > 1 for placed in deployment.stages)
+    for heading in ("stage", "node", *(("rank",) if is_shared else ()), "layers", "weights"):
+        table.add_column(heading)
+    for heading in ("KV used", "KV limit", "steps"):
         table.add_column(heading)
     live = {
         (node.status.description.node_id, stage.stage): stage
@@ -191,6 +237,7 @@ def _deployment_table(
         table.add_row(
             str(placed.stage),
             placed.node_id,
+            *((rank_text(placed.tensor_rank, placed.num_ranks),) if is_shared else ()),
             layers(placed.start_layer, placed.end_layer),
             gib(placed.weight_bytes if stage is None else stage.weight_bytes),
             "-" if stage is None else gib(stage.kv_used_bytes),

@@ -46,6 +46,15 @@ def select_nodes(
             f"{constraints.num_stages} stages were asked for, but only {len(nodes)} of "
             f"{len(cluster.nodes)} nodes can take part; start more nodes or ask for fewer stages"
         )
+    degrees = constraints.tp_degrees
+    if len(degrees) == 1:
+        degrees *= constraints.num_stages or 1
+    if sum(degrees) > len(nodes):
+        raise PlacementError(
+            f"{len(degrees)} stages of tp {', '.join(map(str, degrees))} need {sum(degrees)} "
+            f"nodes, but only {len(nodes)} of {len(cluster.nodes)} can take part; start more nodes "
+            "or ask for less"
+        )
     return Selection(cluster=replace(cluster, nodes=nodes), reasons=reasons)
 
 

@@ -49,6 +49,8 @@ class StageCounts:
     lowest: int = 1
     highest: int | None = None
     """None allows any."""
+    degrees: tuple[int, ...] = ()
+    """Ranks of each stage; with these the number of stages is fixed. Empty leaves them open."""
 
     @property
     def num_counters(self) -> int:
@@ -142,6 +144,10 @@ class ChainTable:
             None when there are none.
         """
         reach = self._after_one_more(seconds, record, entry_seconds)
+        for count, degree in enumerate(self.counts.degrees, start=1):
+            # As stage number `count` only units of that many ranks are allowed.
+            if degree != len(unit):
+                reach.seconds[count] = np.inf
         # A border is worth extending only if some chain reaches it.
         borders = np.flatnonzero(np.isfinite(reach.seconds).any(axis=0))
         if not borders.size:

@@ -76,16 +76,17 @@ def node_orders(
         del keys[1:]
     free = [i for i in members if nodes[i].node_id not in constraints.pinned]
     orders: dict[Order, None] = {}
+    sizes = _block_sizes(constraints, max_ranks)
     for key in keys:
         runs = [_Run(nodes=tuple(run)) for _, run in groupby(sorted(free, key=key), key=key)]
         if not constraints.pinned:
-            orders[_placed(runs, max_ranks)] = None
+            orders[_placed(runs, sizes)] = None
         elif constraints.is_order_fixed:
-            orders[_placed(_runs_in_place(nodes, members, constraints), max_ranks)] = None
+            orders[_placed(_runs_in_place(nodes, members, constraints), sizes)] = None
         else:
             pins = _pinned_runs(nodes, members, constraints)
             for way in _around(pins, runs, num_layers=num_layers):
-                orders[_placed(way, max_ranks)] = None
+                orders[_placed(way, sizes)] = None
     return list(orders)
 
 
@@ -94,13 +95,19 @@ def _speed_class(slowness: float) -> float:
     return float(math.floor(math.log(slowness) / math.log(_SPEED_CLASS_RATIO)))
 
 
-def _placed(runs: Sequence[_Run], max_ranks: int) -> Order:
+def _block_sizes(constraints: Constraints, max_ranks: int) -> list[int]:
+    """Nodes of a block: as the user wants, or all powers of two."""
+    wanted = sorted(set(constraints.tp_degrees))
+    return wanted or [2**k for k in range(max_ranks.bit_length())]
+
+
+def _placed(runs: Sequence[_Run], block_sizes: Sequence[int]) -> Order:
     """Each node alone, and blocks of neighbours within each run."""
     result: list[Placed] = []
     offset = 0
     for run in runs:
         count = len(run.nodes)
-        sizes = [count] if run.is_pinned else [2**k for k in range(max_ranks.bit_length())]
+        sizes = [count] if run.is_pinned else block_sizes
         for size in sizes:
             result += [
                 Placed(

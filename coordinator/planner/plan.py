@@ -35,7 +35,10 @@ class RankShare:
     node_id: str
     """The node."""
     kv_groups: int
-    """KV heads, with their query heads; all of them when the stage has one rank."""
+    """KV heads that it holds; all of them when the stage has one rank. Of more ranks than KV heads
+    each holds a copy of one."""
+    query_heads: int
+    """Query heads that it computes."""
     mlp_columns: int
     """Columns of the MLP."""
     memory: MemoryByKind

@@ -155,6 +155,9 @@ class Constraints:
     """Whether the order of the nodes is the order of the stages."""
     max_tp_degree: int = 1
     """Ranks that may share a stage."""
+    tp_degrees: tuple[int, ...] = ()
+    """Ranks that must share a stage: one number for all stages, or one for each, which also says
+    how many there are. Empty leaves it open."""
     max_replicas: int = 1
     """Copies of the model that may share the streams."""
 
@@ -163,6 +166,16 @@ class Constraints:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if min(self.tp_degrees, default=1) < 1:
+            raise ConfigError(f"tp_degrees must be at least 1, got {list(self.tp_degrees)}")
+        if max(self.tp_degrees, default=1) > self.max_tp_degree:
+            raise ConfigError(
+                f"tp_degrees {list(self.tp_degrees)} are beyond max_tp_degree {self.max_tp_degree}"
+            )
+        if len(self.tp_degrees) > 1 and self.num_stages != len(self.tp_degrees):
+            raise ConfigError(
+                f"tp_degrees are of {len(self.tp_degrees)} stages, num_stages is {self.num_stages}"
+            )
         for node_id, (start, end) in self.pinned.items():
             if not 0 <= start < end:
                 raise ConfigError(f"pinned layers [{start}, {end}) of {node_id!r} are no range")

@@ -32,6 +32,8 @@ from coordinator.planner.step_times import (
     mlp_seconds,
     stage_work,
 )
+from stagemesh.errors import ConfigError
+from stagemesh.placement.tensor_shares import TensorShares
 
 _MAX_COMPOSITIONS = 512
 
@@ -49,8 +51,33 @@ class SharedStages:
 
 
 def can_divide(model: ModelCost, num_ranks: int) -> bool:
-    """Whether each rank gets at least one KV group and one MLP column."""
-    return num_ranks <= min(model.kv_groups, model.mlp_columns)
+    """Whether each rank gets at least one MLP column, and a KV group or some heads of one."""
+    if num_ranks <= min(model.kv_groups, model.mlp_columns):
+        return True
+    try:
+        _copied_heads(model, num_ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def query_heads(model: ModelCost, kv_groups: Sequence[int]) -> tuple[int, ...]:
+    """The query heads of ranks that hold so many KV heads."""
+    if len(kv_groups) > model.kv_groups:
+        return _copied_heads(model, len(kv_groups))
+    # With all of the groups go all of the heads, also of a model whose heads form none.
+    return tuple(groups * model.num_heads // model.kv_groups for groups in kv_groups)
+
+
+def _copied_heads(model: ModelCost, num_ranks: int) -> tuple[int, ...]:
+    """More ranks than KV heads: each holds a copy of one head, with some of its query heads."""
+    return TensorShares.divide(
+        num_ranks=num_ranks,
+        num_heads=model.num_heads,
+        num_kv_heads=model.kv_groups,
+        mlp_columns=model.mlp_columns,
+        vocab_size=max(model.vocab_size, num_ranks),
+    ).query_heads
 
 
 def best_shares(
@@ -145,8 +172,11 @@ def _alone(
 
 
 def _divisions(model: ModelCost, nodes: Sequence[NodeProfile]) -> Iterator[tuple[int, ...]]:
-    """Ways to divide the KV groups over the ranks, each at least 1."""
+    """Ways to divide the KV groups over the ranks, each at least 1; copies count as one each."""
     total, parts = model.kv_groups, len(nodes)
+    if parts > total:
+        yield (1,) * parts
+        return
     if comb(total - 1, parts - 1) <= _MAX_COMPOSITIONS:
         for cut in combinations(range(1, total), parts - 1):
             yield tuple(b - a for a, b in pairwise((0, *cut, total)))

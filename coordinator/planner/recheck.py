@@ -62,6 +62,11 @@ def _is_wanted(
         return False
     if any(len(stage.ranks) > constraints.max_tp_degree for stage in replica.stages):
         return False
+    degrees = constraints.tp_degrees
+    if len(degrees) == 1:
+        degrees *= replica.num_stages
+    if degrees and tuple(len(stage.ranks) for stage in replica.stages) != degrees:
+        return False
     spans = {n: (s.start_layer, s.end_layer) for s in replica.stages for n in s.node_ids}
     if any(spans.get(name) != span for name, span in constraints.pinned.items()):
         return False

@@ -19,6 +19,7 @@ from coordinator.planner.rank_shares import can_divide
 from coordinator.planner.step_times import decode_shape
 from coordinator.planner.subsets import SubsetSearch
 from coordinator.planner.units import Unit, UnitCosts, Ways, node_kind
+from stagemesh.errors import PlacementError
 
 EXACT_NODES = 6
 """Nodes for which all orders are tried."""
@@ -54,6 +55,7 @@ class ReplicaSearch:
         self._costs: dict[int, UnitCosts] = {}
         ranks = range(constraints.max_tp_degree, 0, -1)
         self.max_ranks = next((r for r in ranks if can_divide(model, r)), 1)
+        _check_degrees(model, constraints)
 
     @property
     def exact_limit(self) -> int:
@@ -65,8 +67,10 @@ class ReplicaSearch:
     def allowed(self) -> StageCounts:
         """Numbers of stages that the user allows."""
         exactly = self._constraints.num_stages
+        degrees = self._constraints.tp_degrees
         if exactly is not None:
-            return StageCounts(lowest=exactly, highest=exactly)
+            each = degrees if len(degrees) > 1 else ()
+            return StageCounts(lowest=exactly, highest=exactly, degrees=each)
         return StageCounts(highest=self._constraints.max_stages)
 
     def kinds(self) -> list[object]:
@@ -105,7 +109,8 @@ class ReplicaSearch:
 
     def groups(self, members: Sequence[int]) -> list[Unit]:
         """All units that nodes can form."""
-        sizes = range(1, min(self.max_ranks, len(members)) + 1)
+        degrees = self._constraints.tp_degrees
+        sizes = sorted(set(degrees)) if degrees else range(1, self.max_ranks + 1)
         return [group for size in sizes for group in combinations(members, size)]
 
     def orders(self, members: Sequence[int]) -> list[Order]:
@@ -174,6 +179,17 @@ class ReplicaSearch:
             allowed=self.allowed,
             most_stages=min(len(members), self._model.num_layers),
         )
+
+
+def _check_degrees(model: ModelCost, constraints: Constraints) -> None:
+    """Refuse degrees that the user insists on and the model's layers cannot be divided by."""
+    for degree in constraints.tp_degrees:
+        if not can_divide(model, degree):
+            raise PlacementError(
+                f"a stage cannot be shared by {degree} ranks (tp {degree}): the model has "
+                f"{model.num_heads} heads, {model.kv_groups} KV heads and {model.mlp_columns} MLP "
+                "columns"
+            )
 
 
 def divided_streams(concurrency: int, replicas: int) -> list[int]:

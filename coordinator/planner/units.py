@@ -21,7 +21,7 @@ from coordinator.planner.profiles import (
     NodeProfile,
     Workload,
 )
-from coordinator.planner.rank_shares import SharedStages, best_shares
+from coordinator.planner.rank_shares import SharedStages, best_shares, query_heads
 from coordinator.planner.spans import Bools, Floats, Ints, ModelSpans, Spans
 from coordinator.planner.step_times import StepShape, worst_link
 
@@ -109,6 +109,7 @@ class UnitCosts:
         which = int(self._shapes.index[start_layer, end_layer])
         shared = self._stages(unit, shape)
         ranks = []
+        heads = query_heads(self.model, [int(g) for g in shared.kv_groups[which]])
         for rank, node in enumerate(self.node(i) for i in unit):
             groups, columns = shared.kv_groups[which, rank], shared.mlp_columns[which, rank]
             memory = rank_memory(
@@ -125,6 +126,7 @@ class UnitCosts:
                 RankShare(
                     node_id=node.node_id,
                     kv_groups=int(groups),
+                    query_heads=heads[rank],
                     mlp_columns=int(columns),
                     memory=memory.by_kind(which),
                     memory_limit_bytes=node.memory_bytes,

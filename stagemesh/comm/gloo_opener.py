@@ -129,6 +129,7 @@ class GlooOpener:
         members: Sequence[PeerAddress],
         incarnation: int,
         timeout_seconds: float,
+        rank_names: Sequence[str] | None = None,
     ) -> AsyncGroup:
         """Connect to all ranks of a group, once they are all here.
 
@@ -136,6 +137,7 @@ class GlooOpener:
             CollectiveTimeout: ranks do not come; names them.
             PeerLost: connecting fails.
         """
+        names = names_of(members) if rank_names is None else rank_names
         store = PrefixStore(f"stagemesh-gloo/{group_id}/{incarnation}", self._store)
         wire = await asyncio.to_thread(
             self._connect, store, rank=rank, members=members, timeout_seconds=timeout_seconds
@@ -163,11 +165,11 @@ class GlooOpener:
             engine=TorchEngine(
                 wire,
                 transport=transport,
-                names=RankNames(names_of(members)),
+                names=RankNames(names),
                 wire=nccl,
                 reduce_in_place=self._reduce_in_place,
             ),
-            rank_names=names_of(members),
+            rank_names=names,
         )
 
     async def leave_group(self, group: AsyncGroup) -> None:

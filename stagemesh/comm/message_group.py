@@ -97,6 +97,11 @@ class MessageGroup:
         """Deadline of an operation that sets none of its own."""
         return self._runner.timeout_seconds
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was aborted or broken: every later operation raises."""
+        return self._runner.is_over
+
     async def send(
         self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
     ) -> None:

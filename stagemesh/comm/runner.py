@@ -40,6 +40,11 @@ class OperationRunner:
         self._sequence += 1
         return sequence
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `check_usable` raises."""
+        return bool(self._broken) or self.transport.mailbox.aborted.is_set()
+
     def check_usable(self) -> None:
         """Refuse an operation of a group that is over.
 

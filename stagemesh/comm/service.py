@@ -114,6 +114,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         members: Sequence[PeerAddress],
         incarnation: int,
         timeout_seconds: float,
+        rank_names: Sequence[str] | None = None,
     ) -> AsyncGroup:
         """Make this process a rank of a group; a higher incarnation replaces the one before.
 
@@ -123,6 +124,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             members: all ranks in rank order, this one included.
             incarnation: version of the group, the same on all ranks.
             timeout_seconds: deadline of every operation that sets none of its own.
+            rank_names: who the ranks are in errors, where their numbers do not say it.
 
         Raises:
             ConfigError: a value is out of range, or the incarnation is not new.
@@ -154,7 +156,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             transport,
             group_id=group_id,
             timeout_seconds=timeout_seconds,
-            rank_names=names_of(members),
+            rank_names=names_of(members) if rank_names is None else rank_names,
         )
         async with self._joined:
             self._memberships[group_id] = _Membership(group=group, transport=transport)

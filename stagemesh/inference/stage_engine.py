@@ -171,15 +171,18 @@ class StageEngine:
             ProtocolError: the step contradicts the sessions' positions or the stage's inputs.
             CapacityExceeded: the KV cache is full.
         """
-        for session_id in step.release_session_ids:
-            self.cache.release(session_id)
-        if not step.segments:
-            return StageOutput()
-        self._check_inputs(step, activation)
-        spans = self._reserve(step.segments)
-        context = StepContext(spans, first_layer=self.stage.start_layer)
-        # What was refused above all ranks of a group refuse; from here on they wait for others.
-        with _together(self.stage.tensor_group, f"step {step.step_id}"):
+        group, what = self.stage.tensor_group, f"step {step.step_id}"
+        # What is refused here all ranks of a group refuse alike.
+        with _together(group, what, refusals=(CapacityExceeded, ProtocolError)):
+            for session_id in step.release_session_ids:
+                self.cache.release(session_id)
+            if not step.segments:
+                return StageOutput()
+            self._check_inputs(step, activation)
+            spans = self._reserve(step.segments)
+            context = StepContext(spans, first_layer=self.stage.start_layer)
+        # From here on they wait for each other.
+        with _together(group, what):
             output = self._forward(step, activation, context)
         expected = list(range(self.cache.layout.num_layers))
         if context.attended_layers != expected:
@@ -291,8 +294,10 @@ class StageEngine:
         )
 
 
-def _together(group: TensorGroup | None, what: str) -> AbstractContextManager[None]:
-    return nullcontext() if group is None else group.aborting(what)
+def _together(
+    group: TensorGroup | None, what: str, *, refusals: tuple[type[Exception], ...] = ()
+) -> AbstractContextManager[None]:
+    return nullcontext() if group is None else group.aborting(what, refusals=refusals)
 
 
 def _common_limit(cache: KVCache, group: TensorGroup, told: tuple[object, ...]) -> int:

@@ -94,16 +94,27 @@ class TensorGroup:
         return int(by_rank[:, 1].min())
 
     @contextmanager
-    def aborting(self, what: str) -> Iterator[None]:
-        """End the group when the block fails: the other ranks stop waiting for this one."""
+    def aborting(
+        self, what: str, *, refusals: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """End the group when the block fails: the other ranks stop waiting for this one.
+
+        Args:
+            what: is done in the block, for the others' error.
+            refusals: what all ranks raise alike, before any of them waits for another.
+        """
         is_done = False
         try:
             yield
             is_done = True
         finally:
-            if not is_done:
-                error = sys.exception()
-                cause = f"rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
+            error = sys.exception()
+            if not is_done and not isinstance(error, refusals):
+                node = self.process_group.members[self.rank].node_id
+                cause = (
+                    f"rank {self.rank} (node {node}) failed in {what}: "
+                    f"{type(error).__name__}: {error}"
+                )
                 # A group that has ended already must not hide why.
                 with suppress(StagemeshError):
                     self.process_group.abort(cause)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from stagemesh.errors import ConfigError, ProtocolError, VersionMismatch
+from stagemesh.placement.tensor_shares import TensorShares
 from stagemesh.rpc.v1 import common_pb2, node_pb2
 from stagemesh.steps import (
     SampledToken,
@@ -57,6 +58,30 @@ def check_version(version: common_pb2.ProtocolVersion, *, peer: str) -> None:
             f"{peer} speaks protocol {version.major}.{version.minor} (stagemesh {software}); "
             f"this node speaks {ours}. Install the same stagemesh release on both sides"
         )
+
+
+def tensor_shares_to_proto(shares: TensorShares) -> node_pb2.TensorShares:
+    """What the ranks of a stage have, as a message."""
+    return node_pb2.TensorShares(
+        num_kv_heads=shares.num_kv_heads,
+        query_heads=shares.query_heads,
+        mlp_columns=shares.mlp_columns,
+        vocab_rows=shares.vocab_rows,
+    )
+
+
+def tensor_shares_from_proto(message: node_pb2.TensorShares) -> TensorShares:
+    """What the ranks of a stage have, out of a message.
+
+    Raises:
+        ConfigError: the numbers are no division of a layer.
+    """
+    return TensorShares(
+        num_kv_heads=message.num_kv_heads,
+        query_heads=tuple(message.query_heads),
+        mlp_columns=tuple(message.mlp_columns),
+        vocab_rows=tuple(message.vocab_rows),
+    )
 
 
 def sampling_to_proto(sampling: SamplingParams) -> node_pb2.SamplingParams:

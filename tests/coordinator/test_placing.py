@@ -125,11 +125,101 @@ def test_what_the_user_left_open_shrinks_until_it_fits(spec: ModelSpec) -> None:
         placed(spec, config(concurrency=4096), tight)
 
 
-def test_ranks_share_a_stage_on_paper_only(spec: ModelSpec) -> None:
-    cluster = profile(1e9, 1e9)
+def test_the_planners_shares_are_what_is_loaded(spec: ModelSpec) -> None:
+    cluster = profile(1e9, 3e9, 1e9)
     fast_links = ClusterProfile(
         nodes=cluster.nodes, default_link=LinkProfile(latency_seconds=0, bytes_per_second=1e12)
     )
-    result, _ = best_plan(config(), spec, fast_links, max_tp_degree=2)
-    assert len(result.plan.replicas[0].stages[0].ranks) == 2
-    assert placed(spec, config(), fast_links).plan.num_stages >= 1
+    wishes = config(max_tp=2, max_stages=1)
+    result, _ = best_plan(wishes, spec, fast_links)
+    (planned,) = result.plan.replicas[0].stages
+    (stage,) = placed(spec, wishes, fast_links).plan.stages
+    assert stage.node_ids == planned.node_ids
+    assert stage.num_ranks == 2
+    assert stage.shares is not None
+    assert stage.shares.mlp_columns == tuple(rank.mlp_columns for rank in planned.ranks)
+    assert stage.shares.query_heads == tuple(rank.query_heads for rank in planned.ranks)
+    assert len(set(stage.shares.mlp_columns)) == 2
+    # Negative control: without the wish nobody shares.
+    assert placed(spec, config(), fast_links).plan.stages[0].shares is None
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize(
+    ("wishes", "degrees"),
+    [
+        ({"tp": (2, 1)}, [2, 1]),
+        ({"tp": (1, 2), "num_stages": 2}, [1, 2]),
+        ({"tp": (2,)}, None),
+        ({"tp": (2,), "num_stages": 2}, [2, 2]),
+        ({"tp": (4,), "num_stages": 1}, [4]),
+        ({"tp": (1,), "num_stages": 3}, [1, 1, 1]),
+    ],
+)
+def test_stages_have_the_ranks_that_are_asked_for(
+    spec: ModelSpec, wishes, degrees, is_measured: bool
+) -> None:
+    cluster = profile(1e9, 1e9, 1e9, 1e9)
+    changes = wishes if is_measured else {**wishes, "objective": None}
+    plan = placed(spec, config(**changes), cluster).plan
+    found = [stage.num_ranks for stage in plan.stages]
+    assert found == degrees if degrees else set(found) == {2}
+    cost = held_model_cost(spec, dtype="float32")
+    for stage in plan.stages:
+        whole = StageCosts(cost, kv_tokens=128)
+        weights = whole.weight_bytes(stage.start_layer, stage.end_layer)
+        assert weights <= stage.weight_bytes
+        if stage.num_ranks <= cost.kv_groups:  # beyond, ranks hold copies
+            norms = 2 * 6 * cost.hidden_size * 4 * stage.num_ranks
+            assert stage.weight_bytes <= weights + norms
+            assert stage.kv_cache_bytes == whole.kv_bytes(stage.num_layers)
+
+
+def test_shares_and_layers_follow_memory(spec: ModelSpec) -> None:
+    memories = [8 * MIB, 4 * MIB, 4 * MIB, 2 * MIB]
+    nodes = [NodeCapacity(node_id=f"n{i}", memory_bytes=m) for i, m in enumerate(memories)]
+    plan = placed(spec, config(objective=None, tp=(2, 1)), None, nodes).plan
+    assert [stage.node_ids for stage in plan.stages] == [("n0", "n1"), ("n2",)]
+    assert plan.unused_node_ids == ("n3",)
+    assert plan.stages[0].shares is not None
+    assert plan.stages[0].shares.mlp_columns == (171, 85)
+    assert [stage.num_layers for stage in plan.stages] == [5, 1]
+    # Memories that differ by a few percent count as equal.
+    even = [NodeCapacity(node_id=f"n{i}", memory_bytes=8 * MIB + i * 2**16) for i in range(3)]
+    plan = placed(spec, config(objective=None, tp=(2, 1)), None, even).plan
+    assert plan.stages[0].shares is not None
+    assert plan.stages[0].shares.mlp_columns == (128, 128)
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize(
+    ("wishes", "text"),
+    [
+        ({"tp": (5,), "num_stages": 1}, r"tp 5\D.*4 heads"),
+        ({"tp": (4, 2)}, "tp 4, 2 need 6 nodes"),
+        ({"tp": (1,) * 7, "num_stages": 7}, "7 stages.*6 layers"),
+    ],
+)
+def test_what_no_rank_could_load_is_refused(
+    spec: ModelSpec, wishes, text: str, is_measured: bool
+) -> None:
+    cluster = profile(*[1e9] * 5)
+    changes = wishes if is_measured or max(wishes["tp"]) == 1 else {**wishes, "objective": None}
+    with pytest.raises((PlacementError, ConfigError), match=text):
+        placed(spec, config(**changes), cluster)
+
+
+def test_a_stage_that_no_rank_has_room_for_is_refused_with_numbers(spec: ModelSpec) -> None:
+    nodes = [NodeCapacity(node_id=f"n{i}", memory_bytes=MIB // 4) for i in range(2)]
+    wishes = config(objective=None, tp=(2,), concurrency=64)
+    with pytest.raises(PlacementError, match=r"n1: rank 1 of layers \[0, 6\).*lacks"):
+        placed(spec, wishes, None, nodes)
+    # Negative control: with room it fits.
+    more = [NodeCapacity(node_id=f"n{i}", memory_bytes=16 * MIB) for i in range(2)]
+    assert placed(spec, wishes, None, more).plan.num_stages == 1
+
+
+@pytest.mark.parametrize("wishes", [{"tp": (0,)}, {"tp": (2, 1), "num_stages": 3}, {"max_tp": 0}])
+def test_degrees_that_make_no_sense_are_refused_at_once(wishes) -> None:
+    with pytest.raises(ConfigError, match="tp"):
+        config(**wishes)

@@ -194,9 +194,10 @@ def test_the_advice_of_a_refusal_fits_and_one_more_does_not():
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "columns", "degree"), [(6, 2, 100, 4), (12, 2, 100, 8), (6, 6, 100, 3)]
+    ("heads", "groups", "columns", "degree"),
+    [(6, 2, 100, 4), (12, 2, 100, 8), (6, 6, 100, 3), (8, 2, 100, 4)],
 )
-def test_ranks_get_whole_kv_groups_and_all_columns(heads, groups, columns, degree):
+def test_ranks_get_whole_kv_groups_or_a_copy_and_all_columns(heads, groups, columns, degree):
     # Heads or columns that the degree does not divide: unequal shares, none empty, none lost.
     model = make_model(4, layer=4_000_000, heads=heads, groups=groups, columns=columns)
     cluster = equal_nodes(degree)
@@ -207,11 +208,34 @@ def test_ranks_get_whole_kv_groups_and_all_columns(heads, groups, columns, degre
         constraints=Constraints(max_tp_degree=degree, num_stages=1),
     )
     ranks = result.plan.replicas[0].stages[0].ranks
-    assert len(ranks) == min(degree, groups)
-    assert sum(r.kv_groups for r in ranks) == groups
+    assert len(ranks) == degree
+    assert sum(r.kv_groups for r in ranks) == max(degree, groups)
+    assert sum(r.query_heads for r in ranks) == heads
+    assert min(r.query_heads for r in ranks) >= 1
     assert sum(r.mlp_columns for r in ranks) == columns
     assert max(r.mlp_columns for r in ranks) - min(r.mlp_columns for r in ranks) <= 1
     assert min(r.kv_groups for r in ranks) >= 1
+
+
+def test_a_degree_that_is_asked_for_is_kept_or_refused():
+    model = make_model(4, layer=4_000_000, heads=6, groups=2, columns=100)
+    cluster = equal_nodes(5)
+    for degrees in ((2,), (2, 1), (1, 3), (1, 1, 1), (4, 1)):
+        wishes = Constraints(
+            max_tp_degree=max(degrees),
+            tp_degrees=degrees,
+            num_stages=len(degrees) if len(degrees) > 1 else None,
+        )
+        result = plan_placement(model, cluster=cluster, workload=ALONE, constraints=wishes)
+        found = tuple(len(stage.ranks) for stage in result.plan.replicas[0].stages)
+        assert found == (degrees if len(degrees) > 1 else degrees * len(found))
+    for degrees, text in (((7,), "7 ranks .tp 7.*6 heads"), ((4, 4), "tp 4, 4 need 8 nodes")):
+        stages = len(degrees) if len(degrees) > 1 else None
+        wishes = Constraints(max_tp_degree=7, tp_degrees=degrees, num_stages=stages)
+        with pytest.raises(PlacementError, match=text):
+            plan_placement(model, cluster=equal_nodes(7), workload=ALONE, constraints=wishes)
+    # Negative control: one node more is enough.
+    plan_placement(model, cluster=equal_nodes(8), workload=ALONE, constraints=wishes)
 
 
 def test_unlike_ranks_get_unlike_shares():

@@ -37,6 +37,7 @@ def even_split(plan: PlacementPlan, model, cluster, workload) -> PlacementPlan |
         rank = RankShare(
             node_id=node.node_id,
             kv_groups=model.kv_groups,
+            query_heads=model.num_heads,
             mlp_columns=model.mlp_columns,
             memory=some,
             memory_limit_bytes=node.memory_bytes,
