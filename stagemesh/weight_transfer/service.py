@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ MAX_TENSORS_PER_CALL = 1024
 MAX_HASHES_PER_CALL = 10_000
 """Most hashes of one HaveTensors call."""
 
+_SIGN_SECONDS = 1.0
+_HASHES_PER_PART = 1000
 _MAX_NAMES = 10_000
 _OTHERS = "others"
 
@@ -39,8 +42,13 @@ class ModelBook(Protocol):
         """The model with this fingerprint, where it is served here."""
         ...
 
-    def hashes(self, infos: Sequence[TensorInfo]) -> AsyncGenerator[tuple[TensorInfo, bytes], None]:
-        """The hash of each of these tensors, as it becomes known."""
+    async def hash_of(self, info: TensorInfo) -> bytes:
+        """The hash of a tensor's data."""
+        ...
+
+    @property
+    def hashed_bytes(self) -> int:
+        """Bytes that were read to hash them since the start."""
         ...
 
 
@@ -106,10 +114,9 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         infos = spec.tensors_for_stage(request.start_layer, request.end_layer)
         for part in model_parts(spec):
             yield part
-        async with contextlib.aclosing(self._models.hashes(infos)) as hashes:
-            async for info, content_hash in hashes:
-                entry = weights_pb2.TensorHash(name=info.name, content_hash=content_hash)
-                yield weights_pb2.ModelPart(hashes=[entry])
+        async with contextlib.aclosing(_hashes(self._models, infos)) as parts:
+            async for part in parts:
+                yield part
 
     # A coroutine that writes, which the generated types do not know: so a write has a deadline.
     async def FetchTensors(  # type: ignore[override]  # noqa: N802
@@ -207,3 +214,26 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
 def _check_hash(content_hash: bytes) -> None:
     if len(content_hash) != HASH_BYTES:
         raise ProtocolError(f"a hash has {HASH_BYTES} bytes, got {len(content_hash)}")
+
+
+async def _hashes(
+    models: ModelBook, infos: Sequence[TensorInfo]
+) -> AsyncGenerator[weights_pb2.ModelPart, None]:
+    """Hashes as they become known, with a sign of life each second while there is none."""
+    entries: list[weights_pb2.TensorHash] = []
+    sent_at = time.monotonic()
+    for info in infos:
+        task = asyncio.ensure_future(models.hash_of(info))
+        try:
+            while True:
+                await asyncio.wait({task}, timeout=_SIGN_SECONDS)
+                now = time.monotonic()
+                if now - sent_at >= _SIGN_SECONDS or len(entries) >= _HASHES_PER_PART:
+                    yield weights_pb2.ModelPart(hashes=entries, hashed_bytes=models.hashed_bytes)
+                    entries, sent_at = [], now
+                if task.done():
+                    break
+        finally:
+            task.cancel()
+        entries.append(weights_pb2.TensorHash(name=info.name, content_hash=task.result()))
+    yield weights_pb2.ModelPart(hashes=entries, hashed_bytes=models.hashed_bytes)

@@ -359,11 +359,14 @@ class NodeLoad(_message.Message):
     LOADED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     FETCH_FIELD_NUMBER: _builtins.int
+    TENSOR_RANK_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     node_id: _builtins.str
     loaded_bytes: _builtins.int
     """Read into memory."""
     total_bytes: _builtins.int
+    tensor_rank: _builtins.int
+    """Which of the ranks that share the stage."""
     @_builtins.property
     def fetch(self) -> _weights_pb2.WeightFetch:
         """Present when the node has no files of the model."""
@@ -376,10 +379,11 @@ class NodeLoad(_message.Message):
         loaded_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         fetch: _weights_pb2.WeightFetch | None = ...,
+        tensor_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "loaded_bytes", b"loaded_bytes", "node_id", b"node_id", "stage", b"stage", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "loaded_bytes", b"loaded_bytes", "node_id", b"node_id", "stage", b"stage", "tensor_rank", b"tensor_rank", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,7 @@ class TensorEntry(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
+    STORED_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     source_name: _builtins.str
     """Name in the coordinator's file."""
@@ -127,6 +128,8 @@ class TensorEntry(_message.Message):
     place: Global___TensorPlace.ValueType
     layer: _builtins.int
     """With TENSOR_PLACE_LAYER."""
+    stored_json: _builtins.str
+    """What reading has to undo, as JSON; empty for a tensor that is stored as the model wants it."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -139,10 +142,11 @@ class TensorEntry(_message.Message):
         num_bytes: _builtins.int = ...,
         place: Global___TensorPlace.ValueType = ...,
         layer: _builtins.int = ...,
+        stored_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "layer", b"layer", "name", b"name", "num_bytes", b"num_bytes", "place", b"place", "shape", b"shape", "source_name", b"source_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "layer", b"layer", "name", b"name", "num_bytes", b"num_bytes", "place", b"place", "shape", b"shape", "source_name", b"source_name", "stored_json", b"stored_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,8 +184,11 @@ class ModelPart(_message.Message):
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    HASHED_BYTES_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.bytes
     """Config, dimensions and metadata, without what only a tokenizer needs."""
+    hashed_bytes: _builtins.int
+    """Bytes that the server has hashed since its start, for whomever: who waits sees that it goes on."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorEntry]: ...
     @_builtins.property
@@ -192,10 +199,11 @@ class ModelPart(_message.Message):
         spec_json: _builtins.bytes = ...,
         tensors: _abc.Iterable[Global___TensorEntry] | None = ...,
         hashes: _abc.Iterable[Global___TensorHash] | None = ...,
+        hashed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "spec_json", b"spec_json", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashed_bytes", b"hashed_bytes", "hashes", b"hashes", "spec_json", b"spec_json", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,7 +350,7 @@ class WeightFetch(_message.Message):
     received_bytes: _builtins.int
     """Sent to the node in this load."""
     hashed_bytes: _builtins.int
-    """Hashed by the coordinator, which comes first."""
+    """Hashed by the coordinator since its start: files that were never served are hashed first."""
     @_builtins.property
     def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightOrigin]: ...
     def __init__(

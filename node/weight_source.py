@@ -1,0 +1,164 @@
+"""Who sends weights to this node: the coordinator, or another node that has them in its cache."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from stagemesh.errors import PeerLost, ProtocolError, StagemeshError
+from stagemesh.model_spec import ModelSpec
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.status import from_rpc_error
+from stagemesh.rpc.v1 import weights_pb2, weights_pb2_grpc
+from stagemesh.weight_transfer.content_hash import HASH_BYTES
+from stagemesh.weight_transfer.manifest import ModelAssembler
+from stagemesh.weight_transfer.service import MAX_HASHES_PER_CALL
+
+_HAVE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a tensor that was asked for."""
+
+    index: int
+    """Which of them."""
+    offset: int
+    """Of its first byte."""
+    data: bytes
+
+
+@dataclass(slots=True)
+class Description:
+    """What is known of a model so far."""
+
+    spec: ModelSpec | None = None
+    """The model without its data; None until all of it has come."""
+    hashes: dict[str, bytes] = field(default_factory=dict)
+    """Of the stage's tensors, by name."""
+    hashed_bytes: int = 0
+    """What the server has hashed, for whomever: it changes while it works."""
+
+
+class WeightSource:
+    """Calls to one weight service. The channel connects on first use.
+
+    Args:
+        name: a node's id, or "coordinator".
+        address: host:port.
+        token: the cluster's token.
+        node_id: this node, as the server counts it.
+        stall_seconds: a server that sends nothing for so long is lost.
+    """
+
+    def __init__(
+        self, name: str, address: str, *, token: str | None, node_id: str, stall_seconds: float
+    ) -> None:
+        self.name = name
+        self.address = address
+        self._node_id = node_id
+        self._stall_seconds = stall_seconds
+        self._channel = open_channel(address, token=token, kind="data")
+        self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(
+            self._channel
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+    async def describe(
+        self, fingerprint: str, start_layer: int, end_layer: int, *, where: Path
+    ) -> AsyncGenerator[Description, None]:
+        """Yield what is known of a model, again and again, until the stage's hashes are.
+
+        Raises:
+            StagemeshError: the server does not serve the model, or sends nothing for too long.
+        """
+        request = weights_pb2.DescribeModelRequest(
+            version=our_version(),
+            fingerprint=fingerprint,
+            start_layer=start_layer,
+            end_layer=end_layer,
+        )
+        found, assembler = Description(), ModelAssembler(where=where)
+        call = self._stub.DescribeModel(request)
+        try:
+            while isinstance(part := await self._next(call), weights_pb2.ModelPart):
+                assembler.add(part)
+                if found.spec is None and (part.hashes or part.hashed_bytes):
+                    found.spec = assembler.spec()
+                for entry in part.hashes:
+                    if len(entry.content_hash) != HASH_BYTES:
+                        raise ProtocolError(f"{self}: a hash of {len(entry.content_hash)} bytes")
+                    found.hashes[entry.name] = entry.content_hash
+                found.hashed_bytes = part.hashed_bytes or found.hashed_bytes
+                yield found
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, "describe the model") from error
+        finally:
+            call.cancel()
+
+    async def have(self, hashes: Sequence[bytes]) -> frozenset[bytes]:
+        """Which of these tensors the server could send.
+
+        Raises:
+            StagemeshError: it does not say so within 3 s.
+        """
+        found: set[bytes] = set()
+        for start in range(0, len(hashes), MAX_HASHES_PER_CALL):
+            asked = hashes[start : start + MAX_HASHES_PER_CALL]
+            request = weights_pb2.HaveTensorsRequest(version=our_version(), content_hashes=asked)
+            try:
+                reply = await self._stub.HaveTensors(request, timeout=_HAVE_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                raise self._mapped(error, "ask for weights") from error
+            if len(reply.is_present) != len(asked):
+                raise ProtocolError(f"{self}: {len(reply.is_present)} answers to {len(asked)}")
+            found |= {h for h, here in zip(asked, reply.is_present, strict=True) if here}
+        return frozenset(found)
+
+    async def chunks(self, wanted: Sequence[tuple[bytes, int]]) -> AsyncGenerator[Chunk, None]:
+        """The data of tensors, each from an offset.
+
+        Args:
+            wanted: (hash, offset) of each.
+
+        Raises:
+            StagemeshError: the stream broke, or stood still for too long.
+        """
+        request = weights_pb2.FetchTensorsRequest(
+            version=our_version(),
+            node_id=self._node_id,
+            tensors=[
+                weights_pb2.TensorRange(content_hash=content_hash, offset=offset)
+                for content_hash, offset in wanted
+            ],
+        )
+        call = self._stub.FetchTensors(request)
+        try:
+            while isinstance(chunk := await self._next(call), weights_pb2.TensorChunk):
+                yield Chunk(chunk.index, chunk.offset, chunk.data)
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, "fetch weights") from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+    async def _next(self, call: "grpc.aio.UnaryStreamCall[Any, Any]") -> object:
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                return await call.read()
+        except TimeoutError as error:
+            raise PeerLost(
+                f"{self} sent nothing for {self._stall_seconds:.0f} s", node_id=self.name
+            ) from error
+
+    def _mapped(self, error: grpc.aio.AioRpcError, operation: str) -> StagemeshError:
+        return from_rpc_error(error, operation=operation, peer=str(self))
