@@ -4,7 +4,6 @@ Torch-free, so that the coordinator can plan with it. `load_model_spec` reads co
 `stagemesh.models.weights` reads the data that a `TensorInfo` points to.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -17,7 +16,7 @@ from stagemesh.checkpoint.dimensions import read_dimensions
 from stagemesh.checkpoint.folder import read_model_folder
 from stagemesh.checkpoint.gguf_config import config_from_gguf
 from stagemesh.checkpoint.gguf_header import read_gguf_header
-from stagemesh.checkpoint.gguf_names import ROPE_FACTORS_NAME, hf_parameter_name
+from stagemesh.checkpoint.gguf_names import ROPE_FACTORS_NAME, model_tensors
 from stagemesh.checkpoint.resolve import SAMPLE_MODEL_NAME, is_sample_name, resolve_model
 from stagemesh.checkpoint.tensor_groups import TensorGroups, group_tensors
 from stagemesh.checkpoint.tensor_info import TensorInfo
@@ -181,17 +180,17 @@ def _load_folder(path: Path, *, name: str) -> ModelSpec:
 def _load_gguf(path: Path, *, name: str) -> ModelSpec:
     header = read_gguf_header(path)
     described = config_from_gguf(header, path=str(path))
-    architecture = header.metadata["general.architecture"]
     tensors: dict[str, TensorInfo] = {}
-    for info in header.tensors:
-        if info.source_name != ROPE_FACTORS_NAME:
-            hf_name = hf_parameter_name(info.source_name, architecture=architecture)
-            if hf_name in tensors:
+    for source in header.tensors:
+        if source.source_name == ROPE_FACTORS_NAME:
+            continue
+        for info in model_tensors(source, kind=described.kind, config=described.config):
+            if info.name in tensors:
                 raise CheckpointError(
-                    f"{path}: tensors {tensors[hf_name].source_name!r} and {info.source_name!r} "
-                    f"are both {hf_name}"
+                    f"{path}: tensors {tensors[info.name].source_name!r} and {info.source_name!r} "
+                    f"are both {info.name}"
                 )
-            tensors[hf_name] = dataclasses.replace(info, name=hf_name)
+            tensors[info.name] = info
     return _build_spec(
         name=name,
         path=path,
@@ -291,7 +290,8 @@ def _fingerprint(
     rope_frequency_factors: tuple[float, ...] | None,
 ) -> str:
     rows = sorted(
-        (info.name, info.shape, info.encoding, info.num_bytes) for info in tensors.values()
+        (info.name, info.shape, info.encoding, info.num_bytes, info.stored.as_json())
+        for info in tensors.values()
     )
     text = json.dumps(
         [config, rows, sorted(file_sizes.items()), rope_frequency_factors], sort_keys=True

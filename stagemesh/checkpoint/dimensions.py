@@ -12,7 +12,7 @@ _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_attention_heads": ("n_head", "n_heads"),
     "num_key_value_heads": ("num_kv_heads",),
-    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length"),
 }
 
 # transformers ties the head of these unless config.json says otherwise. For all other families a

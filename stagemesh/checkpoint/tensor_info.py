@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from stagemesh.checkpoint.stored_form import AS_IT_IS, StoredForm
 from stagemesh.errors import CheckpointError
 
 _COMPARE_CHUNK_BYTES = 4 << 20
@@ -28,6 +29,8 @@ class TensorInfo:
     """Shape as transformers spells it, [out, in] for a linear layer."""
     encoding: str
     """Element type in the file: "F32", "BF16", ... or a ggml type such as "Q4_1"."""
+    stored: StoredForm = AS_IT_IS
+    """What reading has to undo."""
 
     @property
     def num_elements(self) -> int:
@@ -75,10 +78,11 @@ def pread_into(descriptor: int, buffer: memoryview, *, offset: int, info: Tensor
 
 def same_data(first: TensorInfo, second: TensorInfo) -> bool:
     """Whether two tensors hold the same bits: shape and encoding first, then bytes in chunks."""
-    if (first.shape, first.encoding, first.num_bytes) != (
+    if (first.shape, first.encoding, first.num_bytes, first.stored) != (
         second.shape,
         second.encoding,
         second.num_bytes,
+        second.stored,
     ):
         return False
     size = min(_COMPARE_CHUNK_BYTES, first.num_bytes)

@@ -4,17 +4,18 @@ Each read takes the exact byte range of one tensor, in chunks of rows: besides t
 than a chunk is held, whatever the size of the tensor and whatever it is converted from.
 """
 
+import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import gguf
+import numpy as np
 import torch
 
-from stagemesh.checkpoint.gguf_names import permuted_heads
 from stagemesh.checkpoint.tensor_info import TensorInfo, open_for_reading, pread_into, same_data
-from stagemesh.errors import CheckpointError, UnsupportedModel
+from stagemesh.errors import UnsupportedModel
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.tensor_cut import Range, TensorCut
 
@@ -89,6 +90,8 @@ class WeightReader:
             CheckpointError: the file is gone or too short.
             UnsupportedModel: the tensor's type cannot be decoded.
         """
+        if info.stored.is_transposed:
+            return self._read_transposed(info, dtype, cut)
         decode = _decoder(info)
         # A descriptor first: a truncated file is refused before memory is taken.
         descriptor = open_for_reading(info)
@@ -105,6 +108,56 @@ class WeightReader:
         finally:
             os.close(descriptor)
         return result
+
+    def read_blocks(self, info: TensorInfo, *, cut: TensorCut) -> torch.Tensor:
+        """A part of a matrix of quantised values as the file has it; rows in the model's order.
+
+        Args:
+            info: which; neither transposed nor with a number added.
+            cut: which part of it; columns begin and end with a block.
+
+        Shapes:
+            returns uint8 [rows, bytes of the blocks].
+
+        Raises:
+            CheckpointError: the file is gone or too short.
+        """
+        num_rows = _num_rows(info)
+        columns = cut.columns or (0, info.shape[-1])
+        span = dataclasses.replace(_row_span(info, *columns), start=0)
+        span = dataclasses.replace(span, stop=span.num_bytes)
+        ranges = cut.rows or ((0, num_rows),)
+        result = torch.empty(
+            (sum(end - start for start, end in ranges), span.num_bytes), dtype=torch.uint8
+        )
+        descriptor = open_for_reading(info)
+        done = 0
+        try:
+            for start, end in ranges:
+                part = result[done : done + end - start]
+                self._fill(part, (start, end), span, info, descriptor, lambda raw: raw)
+                done += end - start
+        finally:
+            os.close(descriptor)
+        return result
+
+    def _read_transposed(
+        self, info: TensorInfo, dtype: torch.dtype, cut: TensorCut | None
+    ) -> torch.Tensor:
+        """A matrix whose rows are the file's columns."""
+        in_file = dataclasses.replace(
+            info,
+            shape=info.shape[::-1],
+            stored=dataclasses.replace(info.stored, is_transposed=False),
+        )
+        if cut is None:
+            return self.read(in_file, dtype).T.contiguous()
+        rows = (cut.columns,) if cut.columns is not None else None
+        parts = [
+            self.read(in_file, dtype, cut=TensorCut(rows=rows, columns=columns))
+            for columns in cut.rows or (None,)
+        ]
+        return torch.cat(parts, dim=1).T.contiguous()
 
     def _read_part(
         self,
@@ -146,19 +199,20 @@ class WeightReader:
         """Read `span` of each row of the file in `row_range` into `rows`."""
         first, last = row_range
         step = max(1, min(last - first, _CHUNK_BYTES // span.num_bytes))
-        targets = self._target_rows(info, _num_rows(info))
         # torch.empty and not bytes: torch warns of memory that cannot be written.
         buffer = torch.empty((step, span.num_bytes), dtype=torch.uint8)
         view = buffer.numpy().data.cast("B")
-        for start in range(first, last, step):
-            count = min(step, last - start)
-            self._read_rows(descriptor, view, start, count, span, info)
-            values = decode(buffer[:count])[:, span.start : span.stop]
-            if targets is None:
-                rows[start - first : start - first + count].copy_(values)
-            else:
-                # Rows change places within their head only, and a part has whole heads.
-                rows[targets[start : start + count] - first] = values.to(rows.dtype)
+        for start, end, targets in _row_runs(info, first, last):
+            for row in range(start, end, step):
+                count = min(step, end - row)
+                self._read_rows(descriptor, view, row, count, span, info)
+                values = decode(buffer[:count])[:, span.start : span.stop]
+                if info.stored.added:
+                    values = values.float() - info.stored.added
+                if targets is None:
+                    rows[row - first : row - first + count].copy_(values)
+                else:
+                    rows[targets[row - start : row - start + count]] = values.to(rows.dtype)
 
     def _read_rows(
         self,
@@ -185,28 +239,6 @@ class WeightReader:
         if self._on_bytes is not None:
             self._on_bytes(num_bytes)
 
-    def _target_rows(self, info: TensorInfo, num_rows: int) -> torch.Tensor | None:
-        """For each row of the file its row in the result; None when the order is the same."""
-        metadata = self._spec.gguf_metadata
-        if metadata is None:
-            return None
-        num_heads = permuted_heads(
-            info.source_name,
-            architecture=metadata["general.architecture"],
-            num_heads=self._spec.num_heads,
-            num_kv_heads=self._spec.num_kv_heads,
-        )
-        if num_heads is None:
-            return None
-        if num_rows % (2 * num_heads):
-            raise CheckpointError(
-                f"{info.file}: tensor {info.source_name} has {num_rows} rows, which "
-                f"{num_heads} heads of an even size do not divide"
-            )
-        # Row (head, pair, half) of the file is row (head, half, pair) of the model.
-        order = torch.arange(num_rows).view(num_heads, 2, num_rows // num_heads // 2)
-        return order.transpose(1, 2).reshape(-1)
-
 
 def tied_head_differs(spec: ModelSpec) -> bool:
     """Whether the config ties the head to the token table while the file has another head."""
@@ -221,6 +253,30 @@ def _num_rows(info: TensorInfo) -> int:
     if len(info.shape) > 1:
         return math.prod(info.shape[:-1])
     return math.prod(info.shape) if info.encoding in _PLAIN_DTYPES else 1
+
+
+def _row_runs(
+    info: TensorInfo, first: int, last: int
+) -> Iterator[tuple[int, int, torch.Tensor | None]]:
+    """The file's rows that make up the model's rows [first, last), in runs [start, end).
+
+    With each run comes, for each of its rows, the row of the result; None when the order is the
+    same.
+    """
+    order = info.stored.row_order
+    if order is None:
+        yield first, last, None
+        return
+    where = f"{info.file}: tensor {info.source_name} has {_num_rows(info)} rows"
+    sources = order.source_rows(_num_rows(info), where=where)[first:last]
+    targets = np.argsort(sources)
+    sorted_rows = sources[targets]
+    borders = np.flatnonzero(np.diff(sorted_rows) != 1) + 1
+    for rows, places in zip(
+        np.split(sorted_rows, borders), np.split(targets, borders), strict=True
+    ):
+        if rows.size:
+            yield int(rows[0]), int(rows[-1]) + 1, torch.from_numpy(places)
 
 
 def _whole_rows(info: TensorInfo, num_rows: int) -> _RowSpan:

@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from stagemesh.checkpoint.safetensors_header import ELEMENT_BYTES
+from stagemesh.checkpoint.stored_form import AS_IT_IS, RowOrder, StoredForm
 from stagemesh.checkpoint.tensor_info import TensorInfo
 from stagemesh.errors import CheckpointError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.models import weights
+from stagemesh.models.tensor_cut import TensorCut
 from stagemesh.models.weights import WeightReader
 from tests.support.checkpoints import edit_tensors, write_tiny_checkpoint, write_tiny_gguf
 
@@ -86,18 +88,62 @@ def test_control_rows_of_a_llama_file_are_permuted(tmp_path: Path) -> None:
     expected = load_file(tmp_path / "m" / "model.safetensors")
     spec = load_model_spec(write_tiny_gguf(tmp_path))
     k_proj = Q_PROJ.replace("q_proj", "k_proj")
-    wrong_heads = dataclasses.replace(spec, num_kv_heads=spec.num_heads)
-    assert not torch.equal(read_all(wrong_heads)[k_proj], expected[k_proj])
-    as_it_is = dataclasses.replace(spec, gguf_metadata={"general.architecture": "qwen2"})
-    assert not torch.equal(read_all(as_it_is)[Q_PROJ], expected[Q_PROJ])
-    assert torch.equal(read_all(spec)[k_proj], expected[k_proj])
+    info, reader = spec.tensors[k_proj], WeightReader(spec)
+    assert torch.equal(reader.read(info, torch.float32), expected[k_proj])
+    order = RowOrder(kind="pairs", num_heads=spec.num_heads, num_kv_heads=spec.num_heads)
+    wrong_heads = dataclasses.replace(info, stored=StoredForm(row_order=order))
+    assert not torch.equal(reader.read(wrong_heads, torch.float32), expected[k_proj])
+    as_it_is = dataclasses.replace(info, stored=AS_IT_IS)
+    assert not torch.equal(reader.read(as_it_is, torch.float32), expected[k_proj])
 
 
 def test_heads_that_do_not_divide_the_rows(tmp_path: Path) -> None:
     spec = load_model_spec(write_tiny_gguf(tmp_path))
-    odd = dataclasses.replace(spec, num_heads=3)
+    order = RowOrder(kind="pairs", num_heads=3, num_kv_heads=3)
+    odd = dataclasses.replace(spec.tensors[Q_PROJ], stored=StoredForm(row_order=order))
     with pytest.raises(CheckpointError, match=r"blk\.1\.attn_q\.weight has 32 rows"):
-        WeightReader(odd).read(odd.tensors[Q_PROJ], torch.float32)
+        WeightReader(spec).read(odd, torch.float32)
+
+
+STORED = {
+    "pairs": StoredForm(row_order=RowOrder(kind="pairs", num_heads=4, num_kv_heads=4)),
+    "qkv": StoredForm(row_order=RowOrder(kind="qkv", num_heads=12, num_kv_heads=6)),
+    "transposed": StoredForm(is_transposed=True),
+    "raised": StoredForm(added=1.0),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("encoding", ["F32", "Q8_0"])
+def test_a_part_equals_that_part_of_the_whole(tmp_path: Path, name: str, encoding: str) -> None:
+    """Rows and columns count as the model has them, whatever the file's form."""
+    values = torch.randn(96, 96, generator=torch.Generator().manual_seed(0))
+    kind = gguf.GGMLQuantizationType[encoding]
+    raw = gguf.quants.quantize(values.numpy(), kind).tobytes()
+    (tmp_path / "raw").write_bytes(raw)
+    info = TensorInfo(
+        name="x",
+        source_name="x",
+        file=tmp_path / "raw",
+        offset=0,
+        num_bytes=len(raw),
+        shape=(96, 96),
+        encoding=encoding,
+        stored=STORED[name],
+    )
+    spec = load_model_spec(write_tiny_gguf(tmp_path))
+    reader = WeightReader(spec)
+    whole = reader.read(info, torch.float32)
+    for rows in (((5, 40),), ((0, 7), (50, 96)), None):
+        for columns in ((32, 64), (3, 50), None):
+            start = reader.read_bytes
+            part = reader.read(info, torch.float32, cut=TensorCut(rows=rows, columns=columns))
+            expected = torch.cat([whole[first:last] for first, last in rows or ((0, 96),)])
+            first, last = columns or (0, 96)
+            assert torch.equal(part, expected[:, first:last])
+            assert part.is_contiguous()
+            if rows is not None and not info.stored.is_transposed:
+                assert reader.read_bytes - start < len(raw)
 
 
 def test_mixed_quantised_types_equal_the_reference(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def tiny_model(
     family: str = "llama", *, seed: int = 0, num_layers: int = 4, **config: Any
 ) -> PreTrainedModel:
     """A random model with hidden size 32; every parameter is random, norms and biases too."""
+    sizes: dict[str, Any]
     if family == "gpt2":
         sizes = {"n_layer": num_layers, "n_embd": 32, "n_head": 4, "n_positions": 128}
     else:
@@ -45,6 +46,8 @@ def tiny_model(
             "head_dim": 8,
             "max_position_embeddings": 128,
         }
+    if family == "falcon":  # derives it
+        del sizes["head_dim"]
     tokens = {"vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     model_config = AutoConfig.for_model(family, **(sizes | tokens | config))
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).eval()
