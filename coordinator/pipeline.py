@@ -17,13 +17,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 
 from coordinator.node_link import LoadClock, LoadOrder, NodeLink, StepStream
-from stagemesh.errors import PeerLost, StagemeshError
+from stagemesh.errors import CommError, PeerLost, StagemeshError
 from stagemesh.layout import Plan
 from stagemesh.steps import Step, StepResult
 
 logger = logging.getLogger(__name__)
 
 _FAILURES_KEPT = 1024
+_CAUSE_SECONDS = 1.0
 
 
 class Pipeline:
@@ -181,9 +182,15 @@ async def load_stages(
             clock=clocks[stage],
             stall_seconds=stall_seconds,
         )
-        async with contextlib.aclosing(progress) as events:
-            async for event in events:
-                on_progress(stage, rank, event.loaded_bytes, event.total_bytes)
+        try:
+            async with contextlib.aclosing(progress) as events:
+                async for event in events:
+                    on_progress(stage, rank, event.loaded_bytes, event.total_bytes)
+        except CommError:
+            if len(links[stage]) > 1:
+                # Perhaps another rank failed, which says why; its error cancels this wait.
+                await asyncio.sleep(_CAUSE_SECONDS)
+            raise
 
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -106,9 +106,9 @@ async def test_payloads_are_the_documented_ones(tmp_path: Path, broker: Broker) 
         plan = cluster.deployment.plan
         assert plan is not None
         assert [
-            (s["stage"], s["node_id"], s["start_layer"], s["end_layer"])
+            (s["stage"], s["node_id"], s["start_layer"], s["end_layer"], s["num_ranks"])
             for s in placement["stages"]
-        ] == [(s.stage, s.node_id, s.start_layer, s.end_layer) for s in plan.stages]
+        ] == [(s.stage, s.node_id, s.start_layer, s.end_layer, 1) for s in plan.stages]
         states = [p["state"] for p in observer.payloads(PLACEMENT)]
         assert states[-2:] == ["loading", "ready"]
 

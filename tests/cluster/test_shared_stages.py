@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from coordinator.config import Limits
-from stagemesh.errors import StagemeshError
+from stagemesh.errors import CheckpointError, StagemeshError
 from tests.cluster.asking import (
     ask,
     assert_answers,
@@ -135,6 +136,23 @@ async def test_a_rank_that_fails_ends_the_group_by_its_name(tmp_path: Path, back
         await until_health(client, 200)
         await assert_answers(client)
         assert cluster.deployment._incarnation == 2
+
+
+async def test_a_rank_that_cannot_load_says_why_and_frees_the_others(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path)
+    async with start_cluster(folder, num_nodes=1, min_nodes=2, tp=(2,), wait=False) as cluster:
+        node = await cluster.add_node("node-2")
+
+        async def refuse(*_: object, **__: object) -> AsyncGenerator[None, None]:
+            await asyncio.sleep(0.3)  # the other one waits for this by now
+            raise CheckpointError("the disk is gone")
+            yield
+
+        node.daemon.servicer._loader.load = refuse  # type: ignore[method-assign,assignment]
+        await until(lambda: cluster.deployment.phase == "failed")
+        assert "node-2" in cluster.deployment.detail
+        assert "the disk is gone" in cluster.deployment.detail
+        await until(lambda: not cluster.nodes["node-1"].daemon.comm._memberships)
 
 
 async def test_a_rank_that_is_silent_is_named_in_time(tmp_path: Path) -> None:

@@ -240,3 +240,29 @@ def test_what_limits_is_red_and_nothing_else_is() -> None:
     assert slow.prediction.limiting.startswith("link")
     assert red(plan_svg("m", slow, workload)) == (0, 1)
     assert any("link" in line for line in prediction_lines(slow, workload))
+
+
+def test_nodes_share_stages_as_asked(plan) -> None:
+    found = json.loads(plan("--tp", "2,1", "--context", "64", "--json").stdout)
+    stages = found["replicas"][0]["stages"]
+    assert [len(stage["ranks"]) for stage in stages] == [2, 1]
+    assert sum(rank["query_heads"] for rank in stages[0]["ranks"]) == 4
+    assert "KV groups" in plan("--tp", "2,1", "--context", "64").stdout
+    # Negative control: left to the planner, the fast node is alone.
+    alone = json.loads(plan("--context", "64", "--json").stdout)
+    assert [len(stage["ranks"]) for stage in alone["replicas"][0]["stages"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--tp", "two"), "--tp takes a number"),
+        (("--tp", "2,1", "--stages", "3"), "tp names the ranks of 2 stages"),
+        (("--tp", "5", "--stages", "1"), "need 5 nodes"),
+        (("--tp", "0"), "at least 1"),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused(plan, options: tuple[str, ...], text: str) -> None:
+    result = plan(*options)
+    assert result.exit_code != 0
+    assert text in result.output
