@@ -8,14 +8,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.config import DeploymentConfig, Limits
 from coordinator.generation import GeneratedToken, GenerationRequest, ServedModel
 from coordinator.kv_budget import kv_capacity_tokens
 from coordinator.membership import NodeInfo
 from coordinator.model_cost import NodeCapacity
-from coordinator.node_link import LoadOrder, NodeLink
+from coordinator.node_link import LoadOrder, LoadProgress, NodeLink
 from coordinator.pipeline import Pipeline, load_stages
 from coordinator.placing import Placement, place
 from coordinator.planner.plan import PlanResult
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 5.0
 _UNLOAD_SECONDS = 2.0
+_MAX_WEIGHT_PEERS = 16
 _GROUP_SHARE = 0.75
 
 
@@ -91,8 +92,10 @@ class Deployment:
         self.plan: Plan | None = None
         self.planned: PlanResult | None = None
         self.runtime: Runtime | None = None
-        self.loaded_bytes: dict[tuple[int, int], tuple[int, int]] = {}
-        """By stage and rank: bytes loaded, and of how many."""
+        self.loads: dict[tuple[int, int], LoadProgress] = {}
+        """By stage and rank."""
+        # Nodes that have loaded the model, and so have files or a cache of it.
+        self._holders: set[str] = set()
         self._limits = limits
         self._token = token
         self._membership = membership
@@ -199,7 +202,7 @@ class Deployment:
         self.plan = plan
         self._used = {node_id: by_id[node_id].start_id for node_id in plan.node_ids}
         self._incarnation += 1
-        self.loaded_bytes = {}
+        self.loads = {}
         stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
         self._enter("loading", self._with_reason(f"loading {stages}"))
         self._work = asyncio.create_task(
@@ -267,7 +270,7 @@ class Deployment:
             deployment_id=self.deployment_id,
             incarnation=self._incarnation,
             model_name=self.name,
-            model_path=str(self.spec.path.resolve()),
+            model_path=str(self.spec.path.absolute()),
             model_reference=self.config.model,
             fingerprint=self.spec.fingerprint,
             num_stages=plan.num_stages,
@@ -276,6 +279,9 @@ class Deployment:
             tensor_backend=self.config.tp_backend,
             # Less than a step may take, so that the rank that waits says for whom.
             group_seconds=_GROUP_SHARE * self._limits.step_seconds,
+            weight_peers=self._weight_peers(),
+            quantize=self.config.quantize,
+            compile=self.config.compile,
         )
 
     def _scheduler(self, plan: Plan) -> Scheduler:
@@ -288,8 +294,19 @@ class Deployment:
             )
         )
 
-    def _on_progress(self, stage: int, rank: int, loaded_bytes: int, total_bytes: int) -> None:
-        self.loaded_bytes[stage, rank] = (loaded_bytes, total_bytes)
+    def _on_progress(self, stage: int, rank: int, progress: LoadProgress) -> None:
+        # What a load ends with does not say how its weights came.
+        last = self.loads.get((stage, rank))
+        if last is not None and progress.fetch is None:
+            progress = replace(progress, fetch=last.fetch)
+        self.loads[stage, rank] = progress
+        if progress.is_ready and self.plan is not None:
+            self._holders.add(self.plan.stages[stage].node_ids[rank])
+
+    def _weight_peers(self) -> tuple[tuple[str, str], ...]:
+        """Nodes that may send weights to others; those that have loaded the model come first."""
+        nodes = sorted(self._membership().nodes, key=lambda n: n.node_id not in self._holders)
+        return tuple((node.node_id, node.address) for node in nodes[:_MAX_WEIGHT_PEERS])
 
     def _with_reason(self, detail: str) -> str:
         """The detail and why the last plan was given up: who asks meanwhile shall hear it."""

@@ -7,11 +7,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from coordinator.cluster import Cluster
+from stagemesh.weight_transfer.service import WeightServicer
 
 
 class _ClusterCollector(Collector):
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, weights: WeightServicer) -> None:
         self._cluster = cluster
+        self._weights = weights
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family with its present values."""
@@ -20,6 +22,12 @@ class _ClusterCollector(Collector):
         for state in ("ready", "lost", "left"):
             nodes.add_metric([state], states.count(state))
         yield nodes
+        sent = CounterMetricFamily(
+            "stagemesh_weights_sent_bytes", "Weights sent to nodes without files", labels=["node"]
+        )
+        for node_id, num_bytes in self._weights.sent_bytes.items():
+            sent.add_metric([node_id], num_bytes)
+        yield sent
         yield from self._deployments()
 
     def _deployments(self) -> Iterator[Metric]:
@@ -59,8 +67,8 @@ class _ClusterCollector(Collector):
         yield seconds
 
 
-def metrics_text(cluster: Cluster) -> str:
+def metrics_text(cluster: Cluster, weights: WeightServicer) -> str:
     """All families as one text."""
     registry = CollectorRegistry()
-    registry.register(_ClusterCollector(cluster))
+    registry.register(_ClusterCollector(cluster, weights))
     return generate_latest(registry).decode()

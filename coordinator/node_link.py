@@ -6,7 +6,7 @@ The only module of the coordinator, besides its gRPC service, that names wire me
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -24,7 +24,7 @@ from stagemesh.rpc.convert import (
 )
 from stagemesh.rpc.handshake import STREAM_ERRORS, named, shake_hands, why_ended
 from stagemesh.rpc.status import from_rpc_error
-from stagemesh.rpc.v1 import comm_pb2, node_pb2, node_pb2_grpc
+from stagemesh.rpc.v1 import comm_pb2, node_pb2, node_pb2_grpc, weights_pb2
 from stagemesh.steps import Step, StepResult
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,31 @@ class LoadOrder:
     """What carries the tensors of ranks that share a stage."""
     group_seconds: float = 60.0
     """How long such a rank waits for the others within a step."""
+    quantize: str = "none"
+    compile: bool = False
+    weight_peers: tuple[tuple[str, str], ...] = ()
+    """(id, address) of nodes that may have weights in their caches, the likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchState:
+    """How far a node without files is with fetching the weights of its stage, in bytes."""
+
+    total_bytes: int
+    """Of the stage; 0 while its tensors are still hashed."""
+    present_bytes: int
+    """In the node's cache."""
+    hashed_bytes: int
+    """Hashed by this coordinator since its start."""
+    received: Mapping[str, int]
+    """What came over the network, by who sent it."""
+
+    @property
+    def text(self) -> str:
+        """Where the weights come from, for a person."""
+        if not self.total_bytes:
+            return "hashing weights"
+        return f"weights from {', '.join(self.received) or 'its cache'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +88,14 @@ class LoadProgress:
     is_ready: bool = False
     load_seconds: float = 0.0
     weight_bytes: int = 0
+    fetch: FetchState | None = None
+    """Where the node has no files of the model."""
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether weights are still on their way to the node's disk."""
+        fetch = self.fetch
+        return fetch is not None and not self.loaded_bytes
 
 
 class LoadClock:
@@ -131,7 +164,7 @@ class NodeLink:
         """
         call = self._control_stub.LoadStage(_load_request(order, assignment, rank, members))
         where = f"load stage {assignment.stage} on {self}"
-        loaded = -1
+        loaded, fetched = -1, None
         try:
             while True:
                 async with asyncio.timeout(clock.left(stall_seconds)):
@@ -139,8 +172,9 @@ class NodeLink:
                 if message is grpc.aio.EOF:
                     raise ProtocolError(f"{where}: the node ended the load without a result")
                 assert isinstance(message, node_pb2.LoadStageProgress)
-                if message.loaded_bytes != loaded:
-                    loaded = message.loaded_bytes
+                fetch = _fetch_state(message)
+                if (message.loaded_bytes, fetch) != (loaded, fetched):
+                    loaded, fetched = message.loaded_bytes, fetch
                     clock.move()
                 yield LoadProgress(
                     loaded_bytes=message.loaded_bytes,
@@ -148,6 +182,7 @@ class NodeLink:
                     is_ready=message.HasField("ready"),
                     load_seconds=message.ready.load_seconds,
                     weight_bytes=message.ready.weight_bytes,
+                    fetch=fetch,
                 )
                 if message.HasField("ready"):
                     return
@@ -301,6 +336,18 @@ class StepStream:
         self._call.cancel()
 
 
+def _fetch_state(message: node_pb2.LoadStageProgress) -> FetchState | None:
+    if not message.HasField("fetch"):
+        return None
+    fetch = message.fetch
+    return FetchState(
+        total_bytes=fetch.total_bytes,
+        present_bytes=fetch.present_bytes,
+        hashed_bytes=fetch.hashed_bytes,
+        received={origin.source: origin.num_bytes for origin in fetch.origins},
+    )
+
+
 def _load_request(
     order: LoadOrder, assignment: StageAssignment, rank: int, members: Sequence[NodeInfo]
 ) -> node_pb2.LoadStageRequest:
@@ -313,6 +360,10 @@ def _load_request(
             path=order.model_path,
             reference=order.model_reference,
             fingerprint=order.fingerprint,
+            weight_peers=[
+                weights_pb2.WeightPeer(node_id=node_id, address=address)
+                for node_id, address in order.weight_peers
+            ],
         ),
         stage=assignment.stage,
         num_stages=order.num_stages,
@@ -321,6 +372,8 @@ def _load_request(
         dtype=order.dtype,
         kv_cache_bytes=assignment.ranks[rank].kv_cache_bytes,
         max_context_tokens=order.max_context_tokens,
+        quantize=order.quantize,
+        compile=order.compile,
     )
     if assignment.shares is not None:
         request.tensor_rank = rank

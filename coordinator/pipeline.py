@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 
-from coordinator.node_link import LoadClock, LoadOrder, NodeLink, StepStream
+from coordinator.node_link import LoadClock, LoadOrder, LoadProgress, NodeLink, StepStream
 from stagemesh.errors import CommError, PeerLost, StagemeshError
 from stagemesh.layout import Plan
 from stagemesh.steps import Step, StepResult
@@ -156,7 +156,7 @@ async def load_stages(
     order: LoadOrder,
     *,
     stall_seconds: float,
-    on_progress: Callable[[int, int, int, int], None],
+    on_progress: Callable[[int, int, LoadProgress], None],
 ) -> None:
     """Load all ranks of all stages at once; the first failure cancels the others.
 
@@ -165,7 +165,7 @@ async def load_stages(
         links: by stage, the nodes of its ranks.
         order: what to load.
         stall_seconds: a stage of which no byte is loaded for this long is given up.
-        on_progress: called with (stage, rank, loaded bytes, total bytes).
+        on_progress: called with (stage, rank, progress).
 
     Raises:
         StagemeshError: a node could not load its stage.
@@ -185,7 +185,7 @@ async def load_stages(
         try:
             async with contextlib.aclosing(progress) as events:
                 async for event in events:
-                    on_progress(stage, rank, event.loaded_bytes, event.total_bytes)
+                    on_progress(stage, rank, event)
         except CommError:
             if len(links[stage]) > 1:
                 # Perhaps another rank failed, which says why; its error cancels this wait.

@@ -25,11 +25,16 @@ from coordinator.metrics import metrics_text
 from coordinator.service import CoordinatorServicer
 from coordinator.telemetry import CoordinatorTelemetry
 from coordinator.texts import ServedTexts
+from coordinator.weight_server import DeployedWeights
 from stagemesh.errors import ConfigError
 from stagemesh.model_spec import load_model_spec
 from stagemesh.rpc.security import is_loopback
 from stagemesh.rpc.server import RpcServer, Service
-from stagemesh.rpc.v1 import coordinator_pb2_grpc
+from stagemesh.rpc.v1 import coordinator_pb2_grpc, weights_pb2_grpc
+from stagemesh.weight_transfer.cache_folder import default_cache_folder
+from stagemesh.weight_transfer.content_hash import HashBook
+from stagemesh.weight_transfer.disk_threads import DiskThreads
+from stagemesh.weight_transfer.service import WEIGHT_SERVICE_NAME, WeightServicer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +74,13 @@ class Coordinator:
         self.telemetry.listen(self.cluster)
         self.texts = ServedTexts((name, d.spec) for name, d in self.cluster.deployments.items())
         self.servicer = CoordinatorServicer(self.cluster)
+        self._disk = DiskThreads("disk")
+        self._deployed = DeployedWeights(
+            lambda: [d.spec for d in self.cluster.deployments.values()],
+            disk=self._disk,
+            book=HashBook(default_cache_folder() / "hashes"),
+        )
+        self.weights = WeightServicer(self._deployed, disk=self._disk, models=self._deployed)
         self._rpc = RpcServer(
             config.rpc_bind,
             services=[
@@ -76,7 +88,12 @@ class Coordinator:
                     name="stagemesh.rpc.v1.CoordinatorService",
                     servicer=self.servicer,
                     add=coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-                )
+                ),
+                Service(
+                    name=WEIGHT_SERVICE_NAME,
+                    servicer=self.weights,
+                    add=weights_pb2_grpc.add_WeightServiceServicer_to_server,
+                ),
             ],
             token=config.token,
             insecure=config.insecure,
@@ -160,6 +177,8 @@ class Coordinator:
             task.cancel()
         # Pipelines are closed: what is still open are heartbeats, which end only with us.
         await self._rpc.stop(min(_STREAM_GRACE_SECONDS, self._config.grace_seconds))
+        await self._deployed.close()
+        self._disk.close()
         self.texts.close()
 
     def _bind_http(self) -> socket.socket | None:
@@ -191,7 +210,7 @@ class Coordinator:
             engine=self.cluster,
             texts=self.texts,
             health=self.health,
-            metrics=lambda: metrics_text(self.cluster),
+            metrics=lambda: metrics_text(self.cluster, self.weights),
             api_keys=self._config.api_keys,
         )
         settings = uvicorn.Config(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import grpc.aio
@@ -205,7 +205,7 @@ def _node_info(join: coordinator_pb2.Join) -> NodeInfo:
 
 def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStatus:
     plan, runtime = deployment.plan, deployment.runtime
-    progress = deployment.loaded_bytes.values()
+    progress = deployment.loads.values()
     return coordinator_pb2.DeploymentStatus(
         deployment_id=deployment.deployment_id,
         model=deployment.name,
@@ -229,8 +229,9 @@ def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStat
         active_requests=0 if runtime is None else runtime.num_active,
         waiting_requests=0 if runtime is None else runtime.scheduler.num_waiting,
         generated_tokens=0 if runtime is None else runtime.stats.num_tokens,
-        loaded_bytes=sum(loaded for loaded, _ in progress),
-        total_bytes=sum(total for _, total in progress),
+        loaded_bytes=sum(p.loaded_bytes for p in progress),
+        total_bytes=sum(p.total_bytes for p in progress),
+        loads=list(_loads(deployment)),
         prediction=_prediction(deployment),
         unused=[
             coordinator_pb2.UnusedNode(node_id=node_id, reason=reason)
@@ -239,6 +240,28 @@ def _deployment_status(deployment: Deployment) -> coordinator_pb2.DeploymentStat
             ).items()
         ],
     )
+
+
+def _loads(deployment: Deployment) -> Iterator[coordinator_pb2.NodeLoad]:
+    for (stage, rank), progress in sorted(deployment.loads.items()):
+        if deployment.plan is None:
+            return
+        load = coordinator_pb2.NodeLoad(
+            stage=stage,
+            tensor_rank=rank,
+            node_id=deployment.plan.stages[stage].node_ids[rank],
+            loaded_bytes=progress.loaded_bytes,
+            total_bytes=progress.total_bytes,
+        )
+        if progress.fetch is not None:
+            fetch = progress.fetch
+            load.fetch.total_bytes = fetch.total_bytes
+            load.fetch.present_bytes = fetch.present_bytes
+            load.fetch.hashed_bytes = fetch.hashed_bytes
+            load.fetch.received_bytes = sum(fetch.received.values())
+            for source, num_bytes in fetch.received.items():
+                load.fetch.origins.add(source=source, num_bytes=num_bytes)
+        yield load
 
 
 def _prediction(deployment: Deployment) -> coordinator_pb2.PlacementPrediction | None:

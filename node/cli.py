@@ -32,6 +32,14 @@ from stagemesh.version import SOFTWARE_VERSION
 @click.option("--insecure", is_flag=True, help="Listen publicly without a token.")
 @click.option("--unix-socket", is_flag=True, help="Carry groups of this host over unix sockets.")
 @click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where fetched weights are kept; by default in ~/.cache/stagemesh/weights.",
+)
+@click.option("--cache-limit", type=Bytes(), help="Most bytes of weights to keep, e.g. 50GiB.")
+@click.option("--no-local-files", is_flag=True, help="Fetch weights even if files are here.")
+@click.option("--local-only", is_flag=True, help="Never fetch weights; use files that are here.")
+@click.option(
     "--mqtt",
     "mqtt_url",
     metavar="URL",
@@ -61,6 +69,10 @@ def main(
     measure: bool,
     insecure: bool,
     unix_socket: bool,
+    cache_dir: Path | None,
+    cache_limit: int | None,
+    no_local_files: bool,
+    local_only: bool,
     mqtt_url: str | None,
     cluster: str,
 ) -> None:
@@ -79,6 +91,10 @@ def main(
             token=read_token(token_file, token),
             insecure=insecure,
             unix_socket=unix_socket,
+            cache_folder=cache_dir,
+            cache_limit_bytes=cache_limit,
+            has_local_files=not no_local_files,
+            is_streaming=not local_only,
             mqtt_url=mqtt_url or None,
             cluster=cluster,
         )

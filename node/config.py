@@ -1,6 +1,7 @@
 """Settings of a node daemon."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from stagemesh.errors import ConfigError
 from stagemesh.rpc.address import split_address
@@ -34,6 +35,14 @@ class NodeConfig:
     """Allow a public bind without a token."""
     unix_socket: bool = False
     """Listen on a unix socket too, and carry groups over those of nodes on this host."""
+    cache_folder: Path | None = None
+    """Where fetched weights are kept; by default "weights" in the user's cache folder."""
+    cache_limit_bytes: int | None = None
+    """Most bytes of weights to keep; by default what the disk has room for."""
+    has_local_files: bool = True
+    """Look for models at the coordinator's path and by their reference."""
+    is_streaming: bool = True
+    """Fetch the weights of a model that is not here."""
     mqtt_url: str | None = None
     """Broker for presence and telemetry."""
     cluster: str = "default"
@@ -54,6 +63,12 @@ class NodeConfig:
             raise ConfigError(f"threads must be at least 1, got {self.num_threads}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ConfigError(f"memory must be positive, got {self.memory_bytes} bytes")
+        if self.cache_limit_bytes is not None and self.cache_limit_bytes < 1:
+            raise ConfigError(f"cache limit must be positive, got {self.cache_limit_bytes} bytes")
+        if not self.has_local_files and not self.is_streaming:
+            raise ConfigError(
+                "--no-local-files and --local-only together leave no place to find a model in"
+            )
         if self.mqtt_url is not None:
             parse_mqtt_url(self.mqtt_url)
             Topics(cluster=self.cluster)

@@ -16,6 +16,7 @@ from typing import Self
 from node.config import NodeConfig
 from node.device import resolve_device
 from node.executor import ComputeThread
+from node.model_source import ModelSource, SourceConfig
 from node.profile_service import PROFILE_SERVICE_NAME, ProfileServicer, profile_to_proto
 from node.profiler import Profiler
 from node.registration import Registration
@@ -23,11 +24,15 @@ from node.service import NodeServicer
 from node.stage_loader import StageLoader
 from node.status import NodeReporter, stage_metrics
 from node.telemetry import NodeTelemetry
+from node.weight_cache import WeightCache
 from stagemesh.comm.frames import add_comm_service
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.errors import StagemeshError
 from stagemesh.rpc.server import RpcServer, Service
-from stagemesh.rpc.v1 import node_pb2_grpc, profile_pb2, profile_pb2_grpc
+from stagemesh.rpc.v1 import node_pb2_grpc, profile_pb2, profile_pb2_grpc, weights_pb2_grpc
+from stagemesh.weight_transfer.cache_folder import default_cache_folder
+from stagemesh.weight_transfer.disk_threads import DiskThreads
+from stagemesh.weight_transfer.service import WEIGHT_SERVICE_NAME, WeightServicer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +53,12 @@ class NodeDaemon:
         )
         self._compute = ComputeThread(f"compute-{self._device.torch_device}")
         self._reporter = NodeReporter(config, self._device, profile=self._profile)
+        self._disk = DiskThreads("disk")
+        self._cache = WeightCache(
+            config.cache_folder or default_cache_folder() / "weights",
+            limit_bytes=config.cache_limit_bytes,
+        )
+        self.weights = WeightServicer(self._cache, disk=self._disk)
         self.comm = CommServicer(
             node_id=config.node_id,
             token=config.token,
@@ -58,7 +69,11 @@ class NodeDaemon:
             node_id=config.node_id,
             describe=self._reporter.description,
             status=self._reporter.status,
-            loader=StageLoader(device=self._device.torch_device, compute=self._compute),
+            loader=StageLoader(
+                device=self._device.torch_device,
+                compute=self._compute,
+                models=self._model_source(),
+            ),
             compute=self._compute,
             comm=self.comm,
             token=config.token,
@@ -81,6 +96,11 @@ class NodeDaemon:
                     add=add_comm_service,
                 ),
                 Service(
+                    name=WEIGHT_SERVICE_NAME,
+                    servicer=self.weights,
+                    add=weights_pb2_grpc.add_WeightServiceServicer_to_server,
+                ),
+                Service(
                     name=PROFILE_SERVICE_NAME,
                     servicer=ProfileServicer(
                         node_id=config.node_id, profiler=self.profiler, token=config.token
@@ -95,6 +115,16 @@ class NodeDaemon:
         )
         self._registration: Registration | None = None
         self._telemetry: NodeTelemetry | None = None
+
+    def _model_source(self) -> ModelSource:
+        config = SourceConfig(
+            node_id=self._config.node_id,
+            coordinator=self._config.coordinator,
+            token=self._config.token,
+            has_local_files=self._config.has_local_files,
+            is_streaming=self._config.is_streaming,
+        )
+        return ModelSource(config, cache=self._cache, disk=self._disk)
 
     @property
     def address(self) -> str:
@@ -148,6 +178,7 @@ class NodeDaemon:
         self._compute.close()
         # The stages' streams have ended; what is still open waits for a peer that may be gone.
         await self._server.stop(min(_STREAM_GRACE_SECONDS, self._config.grace_seconds))
+        self._disk.close()
 
     async def run(self) -> None:
         """Serve until cancelled.

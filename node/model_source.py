@@ -106,7 +106,8 @@ class ModelSource:
                 raise
             # Files that do not fit are a surprise; none at all is what streaming is for.
             level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
-            logger.log(level, "%s is taken from the coordinator: %s", wanted.name, error)
+            reason = error if level == logging.WARNING else "there are no files of it here"
+            logger.log(level, "%s is taken from %s: %s", wanted.name, address, reason)
         else:
             yield spec
             return
@@ -132,8 +133,8 @@ class ModelSource:
     def _find_local(self, wanted: ModelWanted) -> ModelSpec:
         if not self._config.has_local_files:
             raise ModelNotFound(
-                f"this node was told to use no local files of {wanted.name} (--no-local-files), "
-                "and it has no coordinator that could send them"
+                f"this node uses no files of its own (--no-local-files) for {wanted.name}; "
+                "to have them sent it needs a --coordinator"
             )
         return find_local(wanted)
 

@@ -12,12 +12,13 @@ import torch
 
 from node.deployment import Deployment
 from node.executor import ComputeThread
+from node.model_source import ModelWanted
 from node.next_stage import NextStage
 from node.profiler import Load
 from node.stage_group import StageGroup, group_request, open_stage_group
 from node.stage_loader import Loaded, StageLoader, StageRequest
 from node.stage_runner import QueuedStep, StageRunner
-from node.status import describe_stage
+from node.status import describe_stage, load_progress
 from stagemesh.comm.service import CommServicer
 from stagemesh.errors import NotReady, ProtocolError
 from stagemesh.rpc.codec import TensorAssembler
@@ -96,9 +97,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             )
             async for event in events:
                 if not isinstance(event, Loaded):
-                    yield node_pb2.LoadStageProgress(
-                        loaded_bytes=event.loaded_bytes, total_bytes=event.total_bytes
-                    )
+                    yield load_progress(event)
                     continue
                 # Another load of the same deployment may have ended meanwhile; the later wins.
                 await self._unload(wanted.deployment_id)
@@ -118,7 +117,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             extra={
                 "deployment_id": request.deployment_id,
                 "stage": request.stage,
-                "layers": f"{request.start_layer}-{request.end_layer - 1}",
+                "layers": f"{request.model.start_layer}-{request.model.end_layer - 1}",
                 "load_seconds": round(loaded.seconds, 2),
             },
         )
@@ -280,14 +279,20 @@ def _stage_request(request: node_pb2.LoadStageRequest) -> StageRequest:
     return StageRequest(
         deployment_id=request.deployment_id,
         incarnation=request.incarnation,
-        model_name=request.model.name,
-        model_path=request.model.path,
-        model_reference=request.model.reference,
-        fingerprint=request.model.fingerprint,
+        model=ModelWanted(
+            name=request.model.name,
+            path=request.model.path,
+            reference=request.model.reference,
+            fingerprint=request.model.fingerprint,
+            start_layer=request.start_layer,
+            end_layer=request.end_layer,
+            weights_address=request.model.weights_address,
+            peers=tuple((peer.node_id, peer.address) for peer in request.model.weight_peers),
+        ),
         stage=request.stage,
         num_stages=request.num_stages,
-        start_layer=request.start_layer,
-        end_layer=request.end_layer,
         dtype=request.dtype,
         kv_cache_bytes=request.kv_cache_bytes,
+        quantize=request.quantize or "none",
+        compile=request.compile,
     )

@@ -5,19 +5,24 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from node.executor import ComputeThread
 from node.free_memory import give_back_freed_memory
+from node.model_source import ModelSource, ModelWanted
 from node.stage_group import StageGroup
-from stagemesh.errors import CheckpointError, ModelNotFound, NotReady
+from node.weight_progress import FetchProgress
+from stagemesh.errors import NotReady
 from stagemesh.inference.stage_engine import StageEngine
-from stagemesh.model_spec import ModelSpec, load_model_spec
+from stagemesh.model_spec import ModelSpec
 from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.weight_transfer.cache_folder import compiled_code_folder
 
 _PROGRESS_SECONDS = 0.2
+_STOP_SECONDS = 5.0
+_MEET_SECONDS = 24 * 3600.0
+"""Weights of a stage's ranks come at different times; the coordinator sees when none comes."""
 _TRIM_BYTES = 64 * 2**20
 """So much read, freed memory is given back: what a load takes at most stays near its weights."""
 
@@ -28,24 +33,22 @@ class StageRequest:
 
     deployment_id: str
     incarnation: int
-    model_name: str
-    model_path: str
-    model_reference: str
-    fingerprint: str
+    model: ModelWanted
     stage: int
     num_stages: int
-    start_layer: int
-    end_layer: int
     dtype: str
     kv_cache_bytes: int
+    quantize: str = "none"
+    compile: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes of weights read so far."""
+    """Bytes of weights read so far, and fetched where there are no files."""
 
     loaded_bytes: int
     total_bytes: int
+    fetch: FetchProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,13 @@ class StageLoader:
     Args:
         device: where stages run.
         compute: the device's thread.
+        models: where weights come from.
     """
 
-    def __init__(self, *, device: torch.device, compute: ComputeThread) -> None:
+    def __init__(
+        self, *, device: torch.device, compute: ComputeThread, models: ModelSource
+    ) -> None:
+        self._models = models
         self._device = device
         self._compute = compute
 
@@ -80,26 +87,38 @@ class StageLoader:
             group: the ranks that run the stage together; all load it at the same time.
 
         Raises:
-            ModelNotFound: the model is neither at the path nor known by its reference here.
+            ModelNotFound: the model is neither here nor can it be fetched.
             CheckpointError: its files are wrong, or are not those the coordinator planned with.
+            CapacityExceeded: what is fetched does not fit on the disk.
             UnsupportedModel: the family or the format cannot be run.
         """
         started = time.monotonic()
         counter = _Counter()
-        compute = self._compute if group is None else group.compute
-        tensor_group = None if group is None else group.tensor_group
-        task = asyncio.create_task(
-            compute.run(lambda: _load(request, self._device, counter, tensor_group)),
-            name="load-stage",
-        )
+        task = asyncio.create_task(self._find_and_load(request, group, counter), name="load-stage")
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=_PROGRESS_SECONDS)
-                yield Progress(counter.loaded_bytes, counter.total_bytes)
+                yield Progress(counter.loaded_bytes, counter.total_bytes, counter.fetch)
             yield Loaded(task.result(), time.monotonic() - started)
         finally:
             counter.stopped.set()
             task.cancel()
+            # A fetch lets go of its files and channels; what computes is not waited for.
+            await asyncio.wait({task}, timeout=_STOP_SECONDS)
+
+    async def _find_and_load(
+        self, request: StageRequest, group: StageGroup | None, counter: "_Counter"
+    ) -> StageEngine:
+        async with self._models.open(request.model, counter.fetch) as spec:
+            if group is None:
+                return await self._compute.run(
+                    lambda: _load(spec, request, self._device, counter, None)
+                )
+            # The collectives of loading have deadlines that a slow network must not use up.
+            await group.tensor_group.process_group.async_group.barrier(timeout=_MEET_SECONDS)
+            return await group.compute.run(
+                lambda: _load(spec, request, self._device, counter, group.tensor_group)
+            )
 
 
 class _Counter:
@@ -108,6 +127,7 @@ class _Counter:
     def __init__(self) -> None:
         self.loaded_bytes = 0
         self.total_bytes = 0
+        self.fetch = FetchProgress()
         self.stopped = threading.Event()
         self._until_trim = _TRIM_BYTES
 
@@ -122,57 +142,25 @@ class _Counter:
 
 
 def _load(
+    spec: ModelSpec,
     request: StageRequest,
     device: torch.device,
     counter: _Counter,
     tensor_group: TensorGroup | None,
 ) -> StageEngine:
-    spec = find_model(request)
-    counter.total_bytes = sum(
-        info.num_bytes for info in spec.tensors_for_stage(request.start_layer, request.end_layer)
-    )
+    start_layer, end_layer = request.model.start_layer, request.model.end_layer
+    counter.total_bytes = sum(i.num_bytes for i in spec.tensors_for_stage(start_layer, end_layer))
     engine = StageEngine.load(
         spec,
-        start_layer=request.start_layer,
-        end_layer=request.end_layer,
+        start_layer=start_layer,
+        end_layer=end_layer,
         dtype=request.dtype,
         device=device,
         kv_limit_bytes=request.kv_cache_bytes,
         on_bytes=counter.add,
         tensor_group=tensor_group,
+        quantize=request.quantize,
+        compile_folder=compiled_code_folder() if request.compile else None,
     )
     give_back_freed_memory()
     return engine
-
-
-def find_model(request: StageRequest) -> ModelSpec:
-    """Find the model at the coordinator's path or by its reference, and check that it is the same.
-
-    Raises:
-        ModelNotFound: neither leads to a model here.
-        CheckpointError: the files differ from those that the coordinator planned with.
-    """
-    tried = []
-    for place in dict.fromkeys((request.model_path, request.model_reference)):
-        if not place:
-            continue
-        is_path = place == request.model_path
-        if is_path and not Path(place).exists():
-            tried.append(place)
-            continue
-        try:
-            spec = load_model_spec(place, name=request.model_name)
-        except ModelNotFound:
-            tried.append(place)
-            continue
-        if spec.fingerprint != request.fingerprint:
-            raise CheckpointError(
-                f"the files of {request.model_name} at {spec.path} are not those that the "
-                f"coordinator planned with (fingerprint {spec.fingerprint[:12]}, expected "
-                f"{request.fingerprint[:12]}); give all hosts the same files"
-            )
-        return spec
-    raise ModelNotFound(
-        f"this node has no files of {request.model_name}; tried {', '.join(tried)}. Put the "
-        "model at the same path on each host, or on a shared folder"
-    )

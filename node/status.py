@@ -11,9 +11,10 @@ import psutil
 from node.config import NodeConfig
 from node.deployment import Deployment
 from node.device import Device, platform_text
+from node.stage_loader import Progress
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.unix_socket import host_id
-from stagemesh.rpc.v1 import node_pb2, profile_pb2
+from stagemesh.rpc.v1 import node_pb2, profile_pb2, weights_pb2
 
 
 class NodeReporter:
@@ -78,10 +79,10 @@ def describe_stage(deployment: Deployment) -> node_pb2.StageStatus:
     cache = runner.engine.cache
     return node_pb2.StageStatus(
         deployment_id=request.deployment_id,
-        model=request.model_name,
+        model=request.model.name,
         stage=request.stage,
-        start_layer=request.start_layer,
-        end_layer=request.end_layer,
+        start_layer=request.model.start_layer,
+        end_layer=request.model.end_layer,
         weight_bytes=runner.engine.stage.weight_bytes,
         kv_used_bytes=cache.used_bytes,
         kv_limit_bytes=cache.limit_bytes,
@@ -91,7 +92,30 @@ def describe_stage(deployment: Deployment) -> node_pb2.StageStatus:
         compute_seconds=runner.counters.compute_nanos / 1e9,
         tensor_rank=deployment.tensor_rank,
         num_ranks=deployment.num_ranks,
+        execution=runner.engine.execution,
     )
+
+
+def load_progress(progress: Progress) -> node_pb2.LoadStageProgress:
+    """How far a load is."""
+    fetch = progress.fetch
+    message = node_pb2.LoadStageProgress(
+        loaded_bytes=progress.loaded_bytes, total_bytes=progress.total_bytes
+    )
+    if fetch.total_bytes or fetch.hashed_bytes:
+        message.fetch.CopyFrom(
+            weights_pb2.WeightFetch(
+                total_bytes=fetch.total_bytes,
+                present_bytes=fetch.present_bytes,
+                received_bytes=fetch.received_bytes,
+                hashed_bytes=fetch.hashed_bytes,
+                origins=[
+                    weights_pb2.WeightOrigin(source=source, num_bytes=num_bytes)
+                    for source, num_bytes in fetch.received.items()
+                ],
+            )
+        )
+    return message
 
 
 def stage_metrics(status: node_pb2.StageStatus) -> dict[str, Any]:
@@ -111,4 +135,5 @@ def stage_metrics(status: node_pb2.StageStatus) -> dict[str, Any]:
         "compute_seconds": status.compute_seconds,
         "tensor_rank": status.tensor_rank,
         "num_ranks": status.num_ranks,
+        "execution": status.execution,
     }

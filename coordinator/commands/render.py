@@ -160,11 +160,19 @@ class LoadBars:
             print_placement(
                 self._progress.console, deployment.name, deployment.plan, reasons=reasons
             )
-        for part, (loaded, total) in sorted(deployment.loaded_bytes.items()):
+        for part, load in sorted(deployment.loads.items()):
+            name, done, total = self._part_name(*part), load.loaded_bytes, load.total_bytes
+            text = f"load {name}"
+            if load.fetch is not None and load.is_fetching:
+                node_id = self._plan.stages[part[0]].node_ids[part[1]] if self._plan else ""
+                text = f"{name} on {node_id}: {load.fetch.text}"
+                done, total = load.fetch.present_bytes, load.fetch.total_bytes
             if part not in self._bars:
-                name = self._part_name(*part)
-                self._bars[part] = self._progress.add_task(f"load {name}", total=total)
-            self._progress.update(self._bars[part], completed=loaded, total=total)
+                self._bars[part] = self._progress.add_task(text, total=total)
+            # Without a total the bar only says that something goes on.
+            self._progress.update(
+                self._bars[part], description=text, completed=done, total=total or None
+            )
 
     def _part_name(self, stage: int, rank: int) -> str:
         is_shared = self._plan is not None and self._plan.stages[stage].num_ranks > 1
@@ -197,6 +205,7 @@ def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table | Text]:
     parts: list[Table | Text] = [nodes, *measured_tables(status)]
     for deployment in status.deployments:
         parts += [_deployment_table(deployment, status), *_expected(deployment)]
+        parts += list(_fetched(deployment))
     return parts
 
 
@@ -212,6 +221,19 @@ def _expected(deployment: coordinator_pb2.DeploymentStatus) -> Iterator[Text]:
         yield Text(f"not used: {unused.node_id}: {unused.reason}")
 
 
+def _fetched(deployment: coordinator_pb2.DeploymentStatus) -> Iterator[Text]:
+    """How far nodes without files are with their weights, and who sent them."""
+    for load in deployment.loads:
+        if not load.HasField("fetch"):
+            continue
+        fetch = load.fetch
+        sent = ", ".join(f"{gib(o.num_bytes)} from {o.source}" for o in fetch.origins)
+        yield Text(
+            f"stage {load.stage} on {load.node_id}: {gib(fetch.present_bytes)} of "
+            f"{gib(fetch.total_bytes)} cached; " + (sent or "none sent")
+        )
+
+
 def _deployment_table(
     deployment: coordinator_pb2.DeploymentStatus, status: coordinator_pb2.ClusterStatus
 ) -> Table:
@@ -224,14 +246,15 @@ def _deployment_table(
     is_shared = any(placed.num_ranks > 1 for placed in deployment.stages)
     for heading in ("stage", "node", *(("rank",) if is_shared else ()), "layers", "weights"):
         table.add_column(heading)
-    for heading in ("KV used", "KV limit", "steps"):
-        table.add_column(heading)
     live = {
         (node.status.description.node_id, stage.stage): stage
         for node in status.nodes
         for stage in node.status.stages
         if stage.deployment_id == deployment.deployment_id
     }
+    is_compiled = any(stage.execution not in ("", "eager") for stage in live.values())
+    for heading in ("KV used", "KV limit", "steps", *(("runs",) if is_compiled else ())):
+        table.add_column(heading)
     for placed in deployment.stages:
         stage = live.get((placed.node_id, placed.stage))
         table.add_row(
@@ -243,5 +266,6 @@ def _deployment_table(
             "-" if stage is None else gib(stage.kv_used_bytes),
             gib(placed.kv_bytes),
             "-" if stage is None else str(stage.num_steps),
+            *((stage.execution if stage is not None else "-",) if is_compiled else ()),
         )
     return table

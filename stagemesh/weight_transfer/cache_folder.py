@@ -20,3 +20,8 @@ def default_cache_folder() -> Path:
         local = os.environ.get("LOCALAPPDATA")
         return (Path(local) if local else Path.home() / "AppData" / "Local") / "stagemesh"
     return Path.home() / ".cache" / "stagemesh"
+
+
+def compiled_code_folder() -> Path:
+    """Where compiled stages keep their code; it need not exist."""
+    return default_cache_folder() / "compiled"

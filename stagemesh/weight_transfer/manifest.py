@@ -3,9 +3,11 @@
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stagemesh.checkpoint.stored_form import AS_IT_IS, RowOrder, StoredForm
 from stagemesh.checkpoint.tensor_groups import TensorGroups
 from stagemesh.checkpoint.tensor_info import TensorInfo
 from stagemesh.errors import ProtocolError
@@ -70,6 +72,7 @@ def _entries(spec: ModelSpec) -> Iterator[weights_pb2.TensorEntry]:
             num_bytes=info.num_bytes,
             place=place,
             layer=layer,
+            stored_json="" if info.stored == AS_IT_IS else json.dumps(asdict(info.stored)),
         )
 
 
@@ -140,6 +143,7 @@ class ModelAssembler:
             num_bytes=entry.num_bytes,
             shape=tuple(entry.shape),
             encoding=entry.encoding,
+            stored=_stored(entry.stored_json),
         )
 
     def _groups(
@@ -163,6 +167,14 @@ class ModelAssembler:
             head=tuple(by_place.get(_PLACES.TENSOR_PLACE_HEAD, ())),
             unused_head=unused[0] if unused else None,
         )
+
+
+def _stored(text: str) -> StoredForm:
+    if not text:
+        return AS_IT_IS
+    fields = json.loads(text)
+    order = fields.pop("row_order")
+    return StoredForm(**fields, row_order=None if order is None else RowOrder(**order))
 
 
 def relocated(spec: ModelSpec, place: Callable[[TensorInfo], Path | None]) -> ModelSpec:
