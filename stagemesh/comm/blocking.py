@@ -159,6 +159,18 @@ class BlockingGroup:
                     group.abort(cause)
         self._loop.run(self._group.abort(cause), timeout=_END_SECONDS)
 
+    def call_on_abort(self, callback: Callable[[], None]) -> None:
+        """Call back, on the loop's thread, once the group is aborted or left."""
+        self._loop.run(self._group.call_on_abort(callback), timeout=_END_SECONDS)
+
+    def find_abort(self, seconds: float) -> None:
+        """Wait so long for another rank's abort to be heard of.
+
+        Raises:
+            GroupAborted: the group is aborted.
+        """
+        self._loop.run(self._group.find_abort(seconds), timeout=seconds + _END_SECONDS)
+
     def close(self) -> None:
         """Leave the group; what still runs in it here raises. May be called again."""
         if self._is_closed:

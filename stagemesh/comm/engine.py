@@ -101,6 +101,9 @@ class Engine(Protocol):
     ) -> None:
         """Put `inputs[r]` of rank q into `outputs[q]` of rank r."""
 
+    async def find_abort(self) -> None:
+        """Look whether another rank has aborted the group, where nobody tells this one."""
+
     async def close(self) -> None:
         """Let go of what the engine holds beside its transport. May be called again."""
 
@@ -146,6 +149,9 @@ class MeshEngine:
                 stack.enter_context(waiting.on(each))
             message = await mailbox.get_any(tag, sources=peers)
         return message.source_rank, message.tensor
+
+    async def find_abort(self) -> None:
+        """Nothing to look for: who aborts tells all."""
 
     async def close(self) -> None:
         """Nothing to let go of."""

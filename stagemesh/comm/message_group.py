@@ -1,7 +1,9 @@
 """The part of AsyncGroup that is no collective: its life, messages, and how a call begins."""
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,8 @@ DEFAULT_DIRECT_BYTES = 256 * 1024
 DEFAULT_MESSAGE_BYTES = 2 * 2**20
 """Size of the messages of what is larger; at 1 MiB an all-reduce of 64 MB took more CPU time."""
 
+
+_LOOK_AGAIN_SECONDS = 0.02
 
 _ResultT = TypeVar("_ResultT")
 
@@ -163,6 +167,31 @@ class MessageGroup:
             CollectiveMismatch, PeerLost: see `recv`.
         """
         return await self._receive(None, tag, expected, timeout)
+
+    @property
+    def names(self) -> RankNames:
+        """Who the ranks are, for errors."""
+        return self._runner.names
+
+    async def call_on_abort(self, callback: Callable[[], None]) -> None:
+        """Call back on the loop once the group is aborted or left; at once, if it is already."""
+        if self._transport.mailbox.aborted.is_set():
+            callback()
+        else:
+            self._transport.mailbox.call_on_abort(callback)
+
+    async def find_abort(self, seconds: float) -> None:
+        """Return after so long, unless the group is aborted, here or by another rank.
+
+        Raises:
+            GroupAborted: it is.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._transport.mailbox.aborted.is_set():
+                    await self._engine.find_abort()
+                    await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        self._transport.mailbox.raise_if_aborted()
 
     async def abort(self, cause: str) -> None:
         """End the group here and, as far as they can be reached, on all ranks.

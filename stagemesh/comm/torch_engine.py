@@ -230,6 +230,10 @@ class TorchEngine:
         work = partial(blocking.all_to_all, outputs=outputs, inputs=inputs)
         self._write(outputs, await self._run(call, work))
 
+    async def find_abort(self) -> None:
+        """As Engine."""
+        await self._transport.find_abort()
+
     async def close(self) -> None:
         """As Engine."""
         for pool in (self._thread, self._waiters):

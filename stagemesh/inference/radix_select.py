@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
-from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.direct_group import RankGroup
 
 _BINS = 256
 _SHIFTS = (24, 16, 8, 0)
 
 
 def cut_to_count(
-    logits: torch.Tensor, counts: Sequence[int], *, process_group: ProcessGroup
+    logits: torch.Tensor, counts: Sequence[int], *, process_group: RankGroup
 ) -> torch.Tensor:
     """Which of this rank's words are among the `counts[row]` most likely ones.
 
@@ -37,7 +37,7 @@ def cut_to_mass(
     needed: Sequence[int],
     *,
     is_candidate: torch.Tensor,
-    process_group: ProcessGroup,
+    process_group: RankGroup,
 ) -> torch.Tensor:
     """Which of this rank's words are in the smallest set of most likely ones of `needed` mass.
 
@@ -56,7 +56,7 @@ def _select(
     weights: torch.Tensor,
     needed: Sequence[int],
     is_candidate: torch.Tensor,
-    process_group: ProcessGroup,
+    process_group: RankGroup,
 ) -> torch.Tensor:
     keys = _ordered_keys(logits)
     is_tied = is_candidate.clone()
@@ -97,7 +97,7 @@ def _histogram(digits: torch.Tensor, weights: torch.Tensor, is_tied: torch.Tenso
 
 
 def _lowest_ids(
-    is_tied: torch.Tensor, num_kept: Sequence[int], process_group: ProcessGroup
+    is_tied: torch.Tensor, num_kept: Sequence[int], process_group: RankGroup
 ) -> torch.Tensor:
     """Of the tied words the first `num_kept[row]` over all ranks, in the order of their ids."""
     own = is_tied.sum(dim=-1)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.direct_group import RankGroup
 from stagemesh.inference.draws import num_logit_rows
 from stagemesh.inference.radix_select import cut_to_count, cut_to_mass
 from stagemesh.inference.sampler import (
@@ -47,7 +47,7 @@ def draw_over_ranks(
     segments: Sequence[Segment],
     logits: torch.Tensor,
     *,
-    process_group: ProcessGroup,
+    process_group: RankGroup,
     first_word: int,
     vocab_size: int,
 ) -> tuple[SampledToken, ...]:
@@ -121,7 +121,7 @@ def _draw_by_chance(
     logits: torch.Tensor,
     maxima: Sequence[float],
     *,
-    process_group: ProcessGroup,
+    process_group: RankGroup,
     first_word: int,
     vocab_size: int,
 ) -> list[int]:
@@ -154,7 +154,7 @@ def _filter(
     params: Sequence[SamplingParams],
     logits: torch.Tensor,
     masses: torch.Tensor,
-    process_group: ProcessGroup,
+    process_group: RankGroup,
     vocab_size: int,
 ) -> None:
     """Set masses that top_k and top_p leave out to 0, in place; top_p counts what top_k left."""
@@ -188,7 +188,7 @@ def _logprobs_of_drawn(
     tokens: Sequence[int],
     logits: torch.Tensor,
     summaries: Sequence[RowSummary],
-    process_group: ProcessGroup,
+    process_group: RankGroup,
     first_word: int,
 ) -> list[float]:
     """Log-probability of each row's token, 0.0 where nobody asked for one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.direct_group import RankGroup
 from stagemesh.inference.draws import drawn_position, num_logit_rows
 from stagemesh.inference.sampler import LOGPROB_FLOOR
 from stagemesh.steps import SamplingParams, Segment, TokenLogprob
@@ -70,7 +70,7 @@ def rows_of(segment: Segment) -> list[LogitRow]:
 def summarise(
     rows: Sequence[LogitRow],
     logits: torch.Tensor,
-    process_group: ProcessGroup,
+    process_group: RankGroup,
     first_word: int,
     vocab_size: int,
 ) -> list[RowSummary]:

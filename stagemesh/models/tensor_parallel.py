@@ -14,13 +14,13 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stagemesh.comm.direct_group import DirectGroup
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.errors import ConfigError, StagemeshError, UnsupportedModel
 from stagemesh.models.tp_plan import TensorPlan
@@ -30,25 +30,33 @@ from stagemesh.placement.tensor_shares import TensorShares
 _LOAD_SECONDS = 600.0
 
 
-@dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """The ranks that run a stage together, seen from one of them.
+    """The ranks that run a stage together, seen from one of them."""
 
-    Raises:
-        ConfigError: the group has another number of ranks than the shares.
-    """
+    def __init__(
+        self, process_group: ProcessGroup, shares: TensorShares, *, is_direct: bool = True
+    ) -> None:
+        """Divide a stage between the ranks of a group.
 
-    process_group: ProcessGroup
-    """Of the stage's ranks alone, in rank order; nothing else may use it while the stage lives."""
-    shares: TensorShares
-    """What each has."""
+        Args:
+            process_group: of the stage's ranks alone, in rank order; nothing else may use it while
+                the stage lives.
+            shares: what each has.
+            is_direct: whether the threads that compute connect with each other, where they can.
 
-    def __post_init__(self) -> None:
-        if self.process_group.size != self.shares.num_ranks:
+        Raises:
+            ConfigError: the group has another number of ranks than the shares.
+        """
+        if process_group.size != shares.num_ranks:
             raise ConfigError(
-                f"the shares are of {self.shares.num_ranks} ranks, group "
-                f"{self.process_group.group_id} has {self.process_group.size}"
+                f"the shares are of {shares.num_ranks} ranks, group "
+                f"{process_group.group_id} has {process_group.size}"
             )
+        self.process_group = process_group
+        self.shares = shares
+        self.sums = DirectGroup(process_group)
+        """Adds up what the ranks compute; see `meet`."""
+        self._is_direct = is_direct
 
     @property
     def rank(self) -> int:
@@ -68,6 +76,8 @@ class TensorGroup:
 
     def meet(self, told: tuple[object, ...], *, room: int) -> int:
         """Wait until all ranks have loaded, and refuse ranks that do not fit each other.
+
+        Then the ranks connect directly.
 
         Args:
             told: what this rank was told beside the shares; must be the same on all.
@@ -91,6 +101,8 @@ class TensorGroup:
                 f"ranks {others} of group {self.process_group.group_id} were told another model, "
                 "dtype, span of layers or other shares than rank 0"
             )
+        if self._is_direct:
+            self.sums.connect()
         return int(by_rank[:, 1].min())
 
     @contextmanager
@@ -127,16 +139,16 @@ class RowParallelLinear(nn.Module):
         x_r: [..., in_r]; returns [..., out], the same bits on each rank.
     """
 
-    def __init__(self, linear: nn.Linear, process_group: ProcessGroup) -> None:
+    def __init__(self, linear: nn.Linear, sums: DirectGroup) -> None:
         super().__init__()
         self.register_parameter("bias", linear.bias)
         linear.register_parameter("bias", None)
         self.linear = linear
-        self._process_group = process_group
+        self._sums = sums
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, and add up."""
-        out = add_up(self.linear(x), self._process_group)
+        out = self._sums.all_reduce(self.linear(x))
         bias: torch.Tensor | None = self.bias  # type: ignore[assignment]
         return out if bias is None else out + bias
 
@@ -147,12 +159,12 @@ class VocabParallelEmbedding(nn.Module):
     `embedding` is the family's own module with the rank's rows, so a scale in it is kept.
     """
 
-    def __init__(self, embedding: nn.Embedding, process_group: ProcessGroup, *, start: int) -> None:
+    def __init__(self, embedding: nn.Embedding, sums: DirectGroup, *, start: int) -> None:
         super().__init__()
         embedding.padding_idx = None  # of the whole table, and of no effect without gradients
         embedding.num_embeddings = embedding.weight.shape[0]
         self.embedding = embedding
-        self._process_group = process_group
+        self._sums = sums
         self._start = start
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -160,7 +172,7 @@ class VocabParallelEmbedding(nn.Module):
         own = ids - self._start
         is_elsewhere = (own < 0) | (own >= self.embedding.num_embeddings)
         rows = self.embedding(own.masked_fill(is_elsewhere, 0))
-        return add_up(rows.masked_fill(is_elsewhere[..., None], 0), self._process_group)
+        return self._sums.all_reduce(rows.masked_fill(is_elsewhere[..., None], 0))
 
 
 class SpreadRMSNorm(nn.Module):
@@ -175,20 +187,20 @@ class SpreadRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, norm: nn.Module, process_group: ProcessGroup, *, is_counted: torch.Tensor, width: int
+        self, norm: nn.Module, sums: DirectGroup, *, is_counted: torch.Tensor, width: int
     ) -> None:
         """Take over `norm`, whose weight is the rank's part.
 
         Args:
             norm: the family's.
-            process_group: the ranks.
+            sums: the ranks.
             is_counted: [heads of the rank] bool.
             width: elements of all heads.
         """
         super().__init__()
         self.weight: nn.Parameter = norm.weight  # type: ignore[assignment]
         self._eps = _epsilon(norm)
-        self._process_group = process_group
+        self._sums = sums
         self._width = width
         self.register_buffer("_is_counted", is_counted, persistent=False)
 
@@ -197,14 +209,8 @@ class SpreadRMSNorm(nn.Module):
         wide = x.float()
         is_counted: torch.Tensor = self._is_counted  # type: ignore[assignment]
         by_head = wide.square().view(*x.shape[:-1], is_counted.numel(), -1).sum(-1)
-        total = add_up((by_head * is_counted).sum(-1, keepdim=True), self._process_group)
+        total = self._sums.all_reduce((by_head * is_counted).sum(-1, keepdim=True))
         return (self.weight * (wide * torch.rsqrt(total / self._width + self._eps))).to(x.dtype)
-
-
-def add_up(tensor: torch.Tensor, process_group: ProcessGroup) -> torch.Tensor:
-    """The sum over all ranks, in the memory of `tensor`."""
-    total: torch.Tensor = process_group.all_reduce(tensor)
-    return total
 
 
 def check_spread_norms(model: PreTrainedModel, plan: TensorPlan, *, name: str) -> None:
@@ -230,24 +236,24 @@ def check_spread_norms(model: PreTrainedModel, plan: TensorPlan, *, name: str) -
 
 def apply_tensor_plan(model: PreTrainedModel, plan: TensorPlan, *, group: TensorGroup) -> None:
     """Put the rank's layers into a model that holds the rank's parts of the parameters."""
-    process_group = group.process_group
+    sums = group.sums
     for name in {key.rpartition(".")[0] for key in plan.cuts}:
         layer = model.get_submodule(name)
         if isinstance(layer, nn.Linear):
             layer.out_features, layer.in_features = layer.weight.shape
     for name in plan.row_parallel:
         linear: Any = model.get_submodule(name)
-        _replace(model, name, RowParallelLinear(linear, process_group))
+        _replace(model, name, RowParallelLinear(linear, sums))
     for name, is_counted in plan.spread_norms.items():
         norm = model.get_submodule(name)
         weight: torch.Tensor = norm.weight  # type: ignore[assignment]
         heads = torch.tensor(is_counted, device=weight.device)
         width = weight.numel() // len(is_counted) * _all_heads(group, name)
-        spread = SpreadRMSNorm(norm, process_group, is_counted=heads, width=width)
+        spread = SpreadRMSNorm(norm, sums, is_counted=heads, width=width)
         _replace(model, name, spread)
     if plan.embedding is not None:
         table: Any = model.get_submodule(plan.embedding)
-        cut = VocabParallelEmbedding(table, process_group, start=group.first_word)
+        cut = VocabParallelEmbedding(table, sums, start=group.first_word)
         _replace(model, plan.embedding, cut)
     _tell_heads(model, plan, group)
 

@@ -1,0 +1,156 @@
+"""Connects the ranks of a group with each other, for `direct_links`.
+
+1. every rank listens at the group's own address, on a free port
+2. over the group, which knows its ranks, each tells the others where, and a secret
+3. rank r connects to the ranks below it, and shows each its secret
+4. over the group all hear whether all are connected
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from stagemesh.comm.direct_links import DirectLinks
+from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.comm.reduce import ReduceOp
+from stagemesh.errors import ConfigError
+from stagemesh.rpc.address import split_address
+from stagemesh.rpc.unix_socket import host_id
+
+_HELLO = struct.Struct("<32sI")
+_WELCOME = b"\x01"
+_HELLO_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a rank tells the others over the group, so that they can connect."""
+
+    process: str
+    """Names the process, and with it the host."""
+    host: str
+    cores: int
+    address: str
+    """host:port; empty where this rank can listen nowhere."""
+    secret: str
+    """Who connects shows it: only ranks of the group have heard it."""
+
+
+def open_links(
+    group: ProcessGroup, *, timeout_seconds: float, within_process: bool = False
+) -> DirectLinks | None:
+    """Connect the ranks of a group with each other. All call it, as a collective of the group.
+
+    Args:
+        group: over which they tell each other where they listen.
+        timeout_seconds: until all must be connected.
+        within_process: connect ranks that are threads of one process, too.
+
+    Returns:
+        The links; None, on all ranks, where some cannot connect or are in one process.
+    """
+    listener = _listen(group)
+    with contextlib.ExitStack() as stack:
+        if listener is not None:
+            stack.callback(listener.close)
+        told = _tell(group, listener, timeout_seconds)
+        processes = {each.process for each in told}
+        if not all(each.address for each in told) or (
+            len(processes) < len(told) and not within_process
+        ):
+            return None
+        assert listener is not None
+        sockets = _connect(group.rank, told, listener, time.monotonic() + timeout_seconds)
+        is_connected = torch.tensor([len(sockets) == group.size - 1])
+        group.all_reduce(is_connected, op=ReduceOp.MIN, timeout=timeout_seconds)
+        here = [each for each in told if each.host == told[group.rank].host]
+        links = DirectLinks(sockets, spins=len(here) <= min(each.cores for each in here))
+        if bool(is_connected):
+            return links
+        links.close()
+        return None
+
+
+def _listen(group: ProcessGroup) -> socket.socket | None:
+    """Where the group's own address is; None where that is no address or is not this machine's."""
+    try:
+        host, _ = split_address(group.members[group.rank].address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host.strip("[]"), 0), family=family, backlog=group.size)
+    except (ConfigError, OSError):
+        return None
+
+
+def _tell(
+    group: ProcessGroup, listener: socket.socket | None, timeout_seconds: float
+) -> list[_Told]:
+    host = host_id()
+    address = ""
+    if listener is not None:
+        own_host, _ = split_address(group.members[group.rank].address)
+        address = f"{own_host}:{listener.getsockname()[1]}"
+    ours = _Told(
+        process=f"{host}/{socket.gethostname()}/{os.getpid()}",
+        host=host,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        address=address,
+        secret=secrets.token_hex(16),
+    )
+    raw = bytearray(json.dumps(asdict(ours)).encode())
+    records = group.all_gather_variable(
+        torch.frombuffer(raw, dtype=torch.uint8), timeout=timeout_seconds
+    )
+    return [_Told(**json.loads(bytes(record.tolist()))) for record in records]
+
+
+def _connect(
+    rank: int, told: Sequence[_Told], listener: socket.socket, deadline: float
+) -> dict[int, socket.socket]:
+    """Connect to the ranks below this one and accept those above; what is made in time."""
+    sockets: dict[int, socket.socket] = {}
+    with contextlib.suppress(OSError, TimeoutError):
+        for peer in range(rank):
+            host, port = split_address(told[peer].address)
+            limit = max(deadline - time.monotonic(), 1e-3)
+            made = socket.create_connection((host.strip("[]"), port), timeout=limit)
+            sockets[peer] = made
+            made.sendall(_HELLO.pack(told[peer].secret.encode(), rank))
+            if made.recv(1) != _WELCOME:
+                made.close()
+                del sockets[peer]
+                return sockets
+        while len(sockets) < len(told) - 1:
+            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            made, _ = listener.accept()
+            peer = _welcome(made, told[rank].secret)
+            if rank < peer < len(told) and peer not in sockets:
+                sockets[peer] = made
+                made.sendall(_WELCOME)
+            else:
+                made.close()
+    return sockets
+
+
+def _welcome(made: socket.socket, secret: str) -> int:
+    """Which rank has connected; -1 for one that does not know the secret or says nothing."""
+    made.settimeout(_HELLO_SECONDS)
+    hello = b""
+    with contextlib.suppress(OSError, TimeoutError):
+        while len(hello) < _HELLO.size:
+            more = made.recv(_HELLO.size - len(hello))
+            if not more:
+                return -1
+            hello += more
+        shown, rank = _HELLO.unpack(hello)
+        if hmac.compare_digest(shown, secret.encode()):
+            return int(rank)
+    return -1
