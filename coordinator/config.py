@@ -9,6 +9,7 @@ from stagemesh.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TpBackend = Literal["grpc", "gloo"]
+Quantize = Literal["none", "auto", "int8", "int4"]
 
 _COUNTS = (
     "max_context_tokens",
@@ -30,6 +31,10 @@ class DeploymentConfig:
     """What clients call it; by default what the files call it."""
     dtype: Dtype = "auto"
     """Run dtype; "auto" is the checkpoint's own where it is a 16- or 32-bit float, else float32."""
+    quantize: Quantize = "none"
+    """How weights are held; see `stagemesh.checkpoint.low_bit`."""
+    compile: bool = False
+    """Compile each stage while it serves already."""
     max_context_tokens: int | None = None
     """Longest sequence; by default the model's, less when the nodes' memory does not hold it."""
     concurrency: int | None = None
@@ -68,6 +73,12 @@ class DeploymentConfig:
             raise ConfigError(f"max_step_tokens must be at least 1, got {self.max_step_tokens}")
         if self.prompt_tokens < 1:
             raise ConfigError(f"prompt_tokens must be at least 1, got {self.prompt_tokens}")
+        if self.compile and self.quantize != "none":
+            raise ConfigError(
+                f"compile does not take quantised weights (quantize is {self.quantize}); drop one"
+            )
+        if self.compile and (self.is_shared or self.max_tp > 1):
+            raise ConfigError("compile does not take stages that ranks share (tp); drop one")
         if any(degree < 1 for degree in self.tp):
             raise ConfigError(f"tp must be at least 1 for each stage, got {list(self.tp)}")
         if len(self.tp) > 1 and self.num_stages not in (None, len(self.tp)):

@@ -36,7 +36,7 @@ def fit_plan(config: DeploymentConfig, spec: ModelSpec, nodes: Sequence[NodeCapa
     Raises:
         PlacementError: it does not fit with what the user set, or not even at the least.
     """
-    cost = held_model_cost(spec, dtype=run_dtype(config, spec))
+    cost = held_model_cost(spec, dtype=run_dtype(config, spec), quantize=config.quantize)
 
     def share(context: int, concurrency: int) -> Plan:
         return partition_shared(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from stagemesh.checkpoint.low_bit import held_bytes, held_form
 from stagemesh.checkpoint.tensor_info import TensorInfo
 from stagemesh.errors import ConfigError
 from stagemesh.model_spec import ELEMENT_BYTES, ModelSpec
@@ -75,6 +76,14 @@ class ModelCost:
     """Intermediate width of the MLP."""
     vocab_size: int = 0
     """Rows of the head."""
+    attention_elements: tuple[int, ...] = ()
+    """Weights of which `attention_bytes` are the bytes; empty is one an element of the dtype."""
+    mlp_elements: tuple[int, ...] = ()
+    """Likewise of `mlp_bytes`."""
+    head_elements: int = 0
+    """Likewise of `head_bytes`; 0 is one an element of the dtype."""
+    quantize: str = "none"
+    """How weights are held; see `stagemesh.checkpoint.low_bit`."""
     num_experts: int = 1
     """Experts per layer; 1 for a dense MLP."""
     experts_per_token: int = 1
@@ -91,7 +100,13 @@ class ModelCost:
             raise ConfigError("bytes of a model's part must not be negative")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}: allowed are {', '.join(ELEMENT_BYTES)}")
-        for name in ("attention_bytes", "mlp_bytes", "file_layer_bytes"):
+        for name in (
+            "attention_bytes",
+            "mlp_bytes",
+            "file_layer_bytes",
+            "attention_elements",
+            "mlp_elements",
+        ):
             if len(getattr(self, name)) not in (0, self.num_layers):
                 raise ConfigError(
                     f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers"
@@ -123,17 +138,20 @@ class ModelCost:
 
     def attention_flops(self, layer: int, *, context_tokens: float) -> float:
         """FLOPs of a layer's attention for one token: projections, scores and weighted sum."""
-        projections = 2 * self.split_attention_bytes[layer] / self.element_bytes
+        projections = 2 * self._elements(self.attention_elements, self.split_attention_bytes, layer)
         return projections + 4 * self.num_heads * self.head_dim * context_tokens
 
     def mlp_flops(self, layer: int) -> float:
         """FLOPs of a layer's MLP for one token: two for each weight that the token meets."""
         visited = self.experts_per_token / self.num_experts
-        return 2 * self.split_mlp_bytes[layer] / self.element_bytes * visited
+        return 2 * self._elements(self.mlp_elements, self.split_mlp_bytes, layer) * visited
 
     def head_flops(self) -> float:
         """FLOPs of the head for one token."""
-        return 2 * self.head_bytes / self.element_bytes
+        return 2 * (self.head_elements or self.head_bytes / self.element_bytes)
+
+    def _elements(self, elements: tuple[int, ...], sizes: tuple[int, ...], layer: int) -> float:
+        return elements[layer] if elements else sizes[layer] / self.element_bytes
 
     def token_flops(self, *, context_tokens: float) -> float:
         """FLOPs of the whole model for one token."""
@@ -148,6 +166,10 @@ class ModelCost:
     def with_dtype(self, dtype: str) -> "ModelCost":
         """The same model in another run dtype."""
         old, new = ELEMENT_BYTES[self.dtype], ELEMENT_BYTES[dtype]
+        if self.quantize != "none":
+            # Weights in low bits stay as they are; the few others are not worth telling apart.
+            kv_bytes = self.kv_bytes_per_token_layer * new // old
+            return replace(self, kv_bytes_per_token_layer=kv_bytes, dtype=dtype)
         return replace(
             self,
             layer_bytes=tuple(size * new // old for size in self.layer_bytes),
@@ -196,12 +218,19 @@ class StageCosts:
         return self.weight_bytes(start_layer, end_layer) + self.kv_bytes(end_layer - start_layer)
 
 
-def model_cost(spec: ModelSpec, *, dtype: str) -> ModelCost:
+def model_cost(spec: ModelSpec, *, dtype: str, quantize: str = "none") -> ModelCost:
     """What the model costs in a run dtype.
 
+    Args:
+        spec: the model.
+        dtype: run dtype.
+        quantize: how weights are held; see `stagemesh.checkpoint.low_bit`.
+
     Raises:
-        ConfigError: the dtype is not one to run in.
+        ConfigError: the dtype is not one to run in, or the mode is unknown.
     """
+    if quantize != "none":
+        return _quantized_cost(spec, dtype=dtype, quantize=quantize)
     layer_bytes = tuple(spec.layer_bytes(layer, dtype) for layer in range(spec.num_layers))
     embedding, head, norm = (
         spec.embedding_bytes(dtype),
@@ -242,22 +271,55 @@ def model_cost(spec: ModelSpec, *, dtype: str) -> ModelCost:
     )
 
 
-def held_model_cost(spec: ModelSpec, *, dtype: str) -> ModelCost:
+def _quantized_cost(spec: ModelSpec, *, dtype: str, quantize: str) -> ModelCost:
+    """The same model with its weights in low bits, where a tied head shares the table's memory."""
+    plain = model_cost(spec, dtype=dtype)
+    is_low = held_form(spec.groups.embedding, role="table", quantize=quantize) != "plain"
+    sizes = {
+        kind: tuple(_matrix_bytes(layer, kind, dtype, quantize) for layer in spec.groups.layers)
+        for kind in (_ATTENTION, _MLP)
+    }
+    return replace(
+        plain,
+        layer_bytes=tuple(
+            spec.layer_bytes(layer, dtype, quantize=quantize) for layer in range(spec.num_layers)
+        ),
+        embedding_bytes=spec.embedding_bytes(dtype, quantize=quantize),
+        head_bytes=spec.head_bytes(dtype, quantize=quantize),
+        norm_bytes=spec.norm_bytes(dtype),
+        tied=is_low and not spec.has_separate_head,
+        attention_bytes=sizes[_ATTENTION],
+        mlp_bytes=sizes[_MLP],
+        attention_elements=tuple(size // plain.element_bytes for size in plain.attention_bytes),
+        mlp_elements=tuple(size // plain.element_bytes for size in plain.mlp_bytes),
+        head_elements=spec.head_bytes(dtype) // plain.element_bytes,
+        quantize=quantize,
+    )
+
+
+def held_model_cost(spec: ModelSpec, *, dtype: str, quantize: str = "none") -> ModelCost:
     """What nodes hold of the model while they run it.
 
     A stage that is first and last holds a tied table twice: packing re-lays the head for the
-    matrix kernels, while the embedding needs the rows as they are.
+    matrix kernels, while the embedding needs the rows as they are. In low bits it holds it once.
 
     Raises:
-        ConfigError: the dtype is not one to run in.
+        ConfigError: the dtype is not one to run in, or the mode is unknown.
     """
-    return replace(model_cost(spec, dtype=dtype), tied=False)
+    cost = model_cost(spec, dtype=dtype, quantize=quantize)
+    return cost if quantize != "none" else replace(cost, tied=False)
 
 
-def _matrix_bytes(tensors: Iterable[TensorInfo], kind: re.Pattern[str], dtype: str) -> int:
+def _matrix_bytes(
+    tensors: Iterable[TensorInfo], kind: re.Pattern[str], dtype: str, quantize: str = "none"
+) -> int:
     """Bytes of the matrices of one kind; vectors (norms, biases) are not worth dividing."""
-    elements = (i.num_elements for i in tensors if len(i.shape) > 1 and kind.search(i.name))
-    return sum(elements) * ELEMENT_BYTES[dtype]
+    size = ELEMENT_BYTES[dtype]
+    return sum(
+        held_bytes(info, role="layer", quantize=quantize, element_bytes=size)
+        for info in tensors
+        if len(info.shape) > 1 and kind.search(info.name)
+    )
 
 
 def _mlp_columns(spec: ModelSpec) -> int:

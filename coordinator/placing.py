@@ -54,7 +54,7 @@ def place(
     # A node that is away is left alone as it is; the planner would take its name for a mistake.
     present = config.excluded & {node.node_id for node in profile.nodes}
     result, workload = best_plan(replace(config, excluded=present), spec, profile)
-    cost = held_model_cost(spec, dtype=result.plan.dtype)
+    cost = held_model_cost(spec, dtype=result.plan.dtype, quantize=config.quantize)
     plan = to_layout(result, cost, concurrency=workload.concurrency)
     return Placement(plan=plan, result=result)
 
@@ -86,7 +86,7 @@ def best_plan(
         ConfigError: a wish makes no sense.
         PlacementError: it does not fit with what the user set, or not even at the least.
     """
-    cost = held_model_cost(spec, dtype=run_dtype(config, spec))
+    cost = held_model_cost(spec, dtype=run_dtype(config, spec), quantize=config.quantize)
     wishes = constraints(config, max_replicas=max_replicas)
 
     def attempt(context: int, concurrency: int) -> tuple[PlanResult, Workload]:

@@ -17,6 +17,7 @@ from stagemesh.checkpoint.folder import read_model_folder
 from stagemesh.checkpoint.gguf_config import config_from_gguf
 from stagemesh.checkpoint.gguf_header import read_gguf_header
 from stagemesh.checkpoint.gguf_names import ROPE_FACTORS_NAME, model_tensors
+from stagemesh.checkpoint.low_bit import Role, held_bytes
 from stagemesh.checkpoint.resolve import SAMPLE_MODEL_NAME, is_sample_name, resolve_model
 from stagemesh.checkpoint.tensor_groups import TensorGroups, group_tensors
 from stagemesh.checkpoint.tensor_info import TensorInfo
@@ -25,6 +26,9 @@ from stagemesh.errors import CheckpointError, ConfigError
 __all__ = ["ModelSpec", "TensorInfo", "load_model_spec"]
 
 _LOG = logging.getLogger(__name__)
+
+# Families in which one layer has a norm or a bias more than the others.
+_UNEVEN_FAMILIES = frozenset({"gpt_neox_japanese", "modernbert-decoder"})
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element by run dtype."""
@@ -78,18 +82,20 @@ class ModelSpec:
     generation_defaults: Mapping[str, Any]
     """Content of generation_config.json, empty when absent."""
 
-    def layer_bytes(self, layer: int, dtype: str) -> int:
-        """Bytes of one layer's weights."""
-        return _weight_bytes(self.groups.layers[layer], dtype)
+    def layer_bytes(self, layer: int, dtype: str, *, quantize: str = "none") -> int:
+        """Bytes of one layer's weights; for `quantize` see `stagemesh.checkpoint.low_bit`."""
+        return _held_bytes(self.groups.layers[layer], dtype, quantize, role="layer")
 
-    def embedding_bytes(self, dtype: str) -> int:
+    def embedding_bytes(self, dtype: str, *, quantize: str = "none") -> int:
         """Bytes of what only the first stage holds: the token table, learned positions, ..."""
-        return _weight_bytes(self.groups.first, dtype)
+        table = (self.groups.embedding,)
+        rest = [info for info in self.groups.first if info is not self.groups.embedding]
+        return _held_bytes(table, dtype, quantize, role="table") + _weight_bytes(rest, dtype)
 
-    def head_bytes(self, dtype: str) -> int:
+    def head_bytes(self, dtype: str, *, quantize: str = "none") -> int:
         """Bytes of the head, or of the copy of the token table that serves as one."""
         table = () if self.has_separate_head else (self.groups.embedding,)
-        return _weight_bytes((*table, *self.groups.head), dtype)
+        return _held_bytes((*table, *self.groups.head), dtype, quantize, role="head")
 
     def norm_bytes(self, dtype: str) -> int:
         """Bytes of what the last stage holds besides the head: the final norm, ..."""
@@ -136,6 +142,13 @@ def _element_bytes(dtype: str) -> int:
 
 def _weight_bytes(tensors: Iterable[TensorInfo], dtype: str) -> int:
     return sum(info.num_elements for info in tensors) * _element_bytes(dtype)
+
+
+def _held_bytes(tensors: Iterable[TensorInfo], dtype: str, quantize: str, *, role: Role) -> int:
+    size = _element_bytes(dtype)
+    return sum(
+        held_bytes(info, role=role, quantize=quantize, element_bytes=size) for info in tensors
+    )
 
 
 def load_model_spec(reference: str | Path, *, name: str | None = None) -> ModelSpec:
@@ -224,7 +237,8 @@ def _build_spec(
         num_layers=dimensions.num_layers,
         tie_word_embeddings=dimensions.tie_word_embeddings,
         # Layers that use the keys and values of an earlier one need no projections for them.
-        allow_missing=bool(config.get("num_kv_shared_layers")),
+        allow_missing=bool(config.get("num_kv_shared_layers"))
+        or config["model_type"] in _UNEVEN_FAMILIES,
         where=where,
     )
     if groups.embedding.shape[0] != dimensions.vocab_size:
