@@ -133,13 +133,14 @@ def expected(reference: LlamaForCausalLM) -> list[list[int]]:
         torch.set_num_threads(before)
 
 
-def sample_cluster(num_nodes: int) -> Any:
+def sample_cluster(num_nodes: int, **settings: Any) -> Any:
     return start_cluster(
         SAMPLE,
         num_nodes=num_nodes,
         max_context_tokens=1024,
         concurrency=8,
         node_settings={"memory_bytes": 2 * 2**30},
+        **settings,
     )
 
 
@@ -180,6 +181,25 @@ async def test_stages_give_the_tokens_of_transformers(
         assert at_once == expected
         for index in (0, 8, 19) if num_stages in (2, 4) else ():
             assert await running.generate(prompts()[index], NUM_TOKENS) == expected[index]
+        await assert_all_freed(running)
+
+
+# One and three stages of one rank are above. Nine heads in three groups: 2 + 1 on two ranks.
+@pytest.mark.parametrize("degrees", [(2,), (3,), (2, 2), (2, 1)])
+async def test_ranks_give_the_tokens_of_transformers(
+    expected: list[list[int]], degrees: tuple[int, ...]
+) -> None:
+    chosen = (0, 8, 10, 19)
+    async with sample_cluster(sum(degrees), tp=degrees) as running:
+        plan = running.deployment.plan
+        assert plan is not None
+        assert tuple(stage.num_ranks for stage in plan.stages) == degrees
+        heads = {stage.shares.query_heads for stage in plan.stages if stage.shares is not None}
+        assert heads == ({(3, 3, 3)} if degrees == (3,) else {(6, 3)})
+        at_once = await asyncio.gather(
+            *(running.generate(prompts()[index], NUM_TOKENS) for index in chosen)
+        )
+        assert at_once == [expected[index] for index in chosen]
         await assert_all_freed(running)
 
 

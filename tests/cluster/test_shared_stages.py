@@ -6,11 +6,15 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from transformers import AutoModelForCausalLM
 
 from coordinator.config import Limits
 from stagemesh.errors import CheckpointError, StagemeshError
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.v1 import comm_pb2, node_pb2, node_pb2_grpc
 from tests.cluster.asking import (
     ask,
     assert_answers,
@@ -42,11 +46,8 @@ def engine_of(cluster: Cluster, node_id: str) -> Any:
 @pytest.mark.parametrize(
     ("degrees", "config", "settings"),
     [
-        ((2,), {}, {}),
         ((2, 1), THREE_GROUPS, {"max_step_tokens": 3}),
-        ((1, 2), {}, {}),
-        ((2, 2), THREE_GROUPS, {}),
-        ((1, 3), THREE_GROUPS, {"max_step_tokens": 5}),
+        ((1, 2), {}, {"max_step_tokens": 5}),
         ((4,), COPIES, {}),
         ((2, 1), THREE_GROUPS, {"tp_backend": "gloo"}),
     ],
@@ -200,6 +201,53 @@ async def test_a_lost_rank_fails_its_requests_and_the_stage_is_placed_anew(tmp_p
         await until_health(client, 200)
         assert stages_of(cluster) == [("node-1", "node-3")]
         await assert_answers(client, 40)
+
+
+SHARES = node_pb2.TensorShares(
+    num_kv_heads=2, query_heads=[2, 2], mlp_columns=[8, 8], vocab_rows=[130, 130]
+)
+
+
+WHOLE = node_pb2.TensorShares(num_kv_heads=2, query_heads=[4], mlp_columns=[16], vocab_rows=[260])
+BAD_GROUPS: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_rank": 1}, "node-1 was told to be rank 1"),
+    ({"tensor_rank": 7}, "rank 7"),
+    ({"tensor_backend": "mpi"}, "'mpi'"),
+    ({"tensor_shares": node_pb2.TensorShares(num_kv_heads=2)}, "query_heads must be one number"),
+    ({"tensor_shares": WHOLE}, "2 ranks and shares for 1"),
+    # Negative control: a group that makes sense is refused for its model alone.
+    ({}, "/nowhere"),
+]
+
+
+async def test_a_group_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    async with start_cluster(endless_model(tmp_path), num_nodes=1) as cluster:
+        node = cluster.nodes["node-1"].daemon
+        members = [
+            comm_pb2.GroupMember(node_id=name, address=node.address) for name in ("node-1", "other")
+        ]
+        group = node_pb2.TensorGroup(
+            group_id="g", incarnation=1, members=members, timeout_seconds=5.0
+        )
+        fields = {
+            "version": our_version(),
+            "deployment_id": "another",
+            "model": node_pb2.ModelSource(name="m", path="/nowhere"),
+            "tensor_group": group,
+            "tensor_shares": SHARES,
+        }
+        channel = open_channel(node.address, token=None, kind="control")
+        stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(channel)
+        for changes, text in BAD_GROUPS:
+            request = node_pb2.LoadStageRequest(**{**fields, **changes})
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in stub.LoadStage(request, timeout=5):
+                    pass
+            assert text in (caught.value.details() or ""), changes
+        await until(lambda: not node.comm._memberships)
+        await channel.close()
+        async with cluster.http() as client:
+            await assert_answers(client)
 
 
 async def test_what_cannot_be_divided_is_refused_before_anything_loads(tmp_path: Path) -> None:
