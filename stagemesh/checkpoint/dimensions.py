@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stagemesh.checkpoint.refused_families import REFUSED_FAMILIES
 from stagemesh.errors import CheckpointError, UnsupportedModel
 
 # Families that spell a number in another way than most.
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
     "hidden_size": ("n_embd", "d_model"),
-    "num_attention_heads": ("n_head", "n_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads",),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length"),
 }
@@ -25,6 +26,10 @@ _TIED_BY_DEFAULT = frozenset(
         *("starcoder2", "vaultgemma", "xglm"),
     }
 )
+
+# Families whose positions have no end and whose configs need not name one (alibi), and the length
+# that they were trained for.
+_DEFAULT_CONTEXT = {"bloom": 2048}
 
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
@@ -60,6 +65,9 @@ def read_dimensions(
         CheckpointError: a number is missing, not positive, or contradicts a tensor.
         UnsupportedModel: a kind of model that is not run (quantised by config, several parts).
     """
+    reason = REFUSED_FAMILIES.get(str(config.get("model_type")))
+    if reason is not None:
+        raise UnsupportedModel(f"{where}: {reason}")
     if config.get("quantization_config"):
         method = config["quantization_config"]
         name = method.get("quant_method") if isinstance(method, dict) else method
@@ -74,7 +82,7 @@ def read_dimensions(
         )
     _check_rope(config, where=where)
     num_heads = _number(config, "num_attention_heads", where=where)
-    num_kv_heads = _number(config, "num_key_value_heads", where=where, default=num_heads)
+    num_kv_heads = _num_kv_heads(config, num_heads, where=where)
     hidden_size = _number(config, "hidden_size", where=where)
     return Dimensions(
         num_layers=_number(config, "num_hidden_layers", where=where),
@@ -85,7 +93,12 @@ def read_dimensions(
         head_dim=_head_dim(
             config, shapes, hidden_size // num_heads, num_kv_heads=num_kv_heads, where=where
         ),
-        max_context_tokens=_number(config, "max_position_embeddings", where=where),
+        max_context_tokens=_number(
+            config,
+            "max_position_embeddings",
+            where=where,
+            default=_DEFAULT_CONTEXT.get(str(config.get("model_type"))),
+        ),
         tie_word_embeddings=_is_tied(config, where=where),
     )
 
@@ -100,6 +113,15 @@ def _number(config: Mapping[str, Any], key: str, *, where: str, default: int | N
             f"{where}: config.json: {key} must be a positive integer, got {value!r:.80}"
         )
     return value
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int, *, where: str) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("kv_lora_rank"):
+        # Latent attention has a key for each query head once it is unpacked.
+        return num_heads
+    return _number(config, "num_key_value_heads", where=where, default=num_heads)
 
 
 def _head_dim(

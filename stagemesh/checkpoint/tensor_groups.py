@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from stagemesh.checkpoint.tensor_info import TensorInfo, same_data
 from stagemesh.errors import CheckpointError
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d{1,6})\.", re.ASCII)
-_FIRST_STAGE = re.compile(r"embed|wte|wpe")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d{1,6})\.", re.ASCII)
+_FIRST_STAGE = re.compile(r"embed|wte|wpe|^transformer\.w\.|project_in")
 _EMBEDDING = re.compile(
-    r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$"
+    r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|tokens_embed)\.weight$"
+    r"|^transformer\.w\.weight$"
 )
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.(?:weight|bias)$")
 # Old checkpoints store tables that the model computes itself; transformers drops them, too.

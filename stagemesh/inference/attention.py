@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from stagemesh.errors import UnsupportedModel
 from stagemesh.inference.kv_cache import Session
+from stagemesh.models.kv_shape import KVShape
 
 ATTENTION_NAME = "stagemesh"
 STEP_ARGUMENT = "stagemesh_step"
@@ -38,6 +39,7 @@ _NEUTRAL_ARGUMENTS = frozenset(
         "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "past_key_values",
         "position_ids",
         "return_dict",
@@ -76,6 +78,10 @@ class SegmentSpan:
     """Position of the first token in the session."""
 
 
+class AttentionSeen(Exception):
+    """Ends a layer whose keys and values have been seen."""
+
+
 class StepContext:
     """What attention needs of the running step; made per step, passed through the model's kwargs.
 
@@ -84,15 +90,28 @@ class StepContext:
         first_layer: model-wide index of the stage's first layer.
     """
 
-    __slots__ = ("attended_layers", "first_layer", "masks", "spans")
+    __slots__ = ("attended_layers", "first_layer", "kv_shapes", "masks", "spans")
 
     def __init__(self, spans: list[SegmentSpan], *, first_layer: int) -> None:
         self.spans = spans
         self.first_layer = first_layer
         # The layers that came by; the warm-up checks that they are exactly the stage's.
         self.attended_layers: list[int] = []
+        # What each layer keeps of a token, noted by a step without segments; see `kv_probe`.
+        self.kv_shapes: list[KVShape] = []
         # Masks of this step by (rule, span): layers of one kind share them.
         self.masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def note_shape(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Note what a layer keeps, of which nothing is kept.
+
+        Raises:
+            AttentionSeen: always.
+        """
+        self.kv_shapes.append(
+            KVShape(num_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3])
+        )
+        raise AttentionSeen
 
     def mask_of(self, rule: MaskRule, index: int, *, device: torch.device) -> torch.Tensor:
         """The mask of segment `index` under `rule`, evaluated once per step."""
@@ -147,6 +166,8 @@ def segment_attention(
     assert attention_mask is not None
     layer = int(module.layer_idx) - step.first_layer  # type: ignore[arg-type]
     step.attended_layers.append(layer)
+    if not step.spans:
+        step.note_shape(key, value)
     is_plain = softcap is None and s_aux is None
     outputs = []
     for index, span in enumerate(step.spans):

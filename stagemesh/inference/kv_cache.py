@@ -1,8 +1,9 @@
 """Keys and values of the sessions that a stage serves.
 
-A session owns one contiguous block [layers, 2, kv_heads, capacity, head_dim]: reading it needs no
-copy and no table, and growing it is one copy for all layers, between steps. The cache as a whole is
-bounded in bytes; who is admitted is the scheduler's decision, the bound here is the last guard.
+A session owns one contiguous block, [layers, 2, kv_heads, capacity, head_dim] in most families:
+reading it needs no copy and no table, and growing it is one copy for all layers, between steps. The
+cache as a whole is bounded in bytes; who is admitted is the scheduler's decision, the bound here is
+the last guard.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from stagemesh.errors import CapacityExceeded, ProtocolError
+from stagemesh.models.kv_shape import KVShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +28,14 @@ class KVLayout:
     """Element type."""
     device: torch.device
     """Where the cache lives."""
+    shapes: tuple[KVShape, ...] | None = None
+    """By layer, where layers differ from the numbers above; else None."""
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of one session takes on the stage."""
+        if self.shapes is not None:
+            return sum(shape.num_elements for shape in self.shapes) * self.dtype.itemsize
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
@@ -48,6 +54,14 @@ class Session:
 
     def _allocate(self, layout: KVLayout, capacity: int) -> None:
         self.capacity = capacity
+        if layout.shapes is not None:
+            self._block = torch.empty(
+                capacity * sum(shape.num_elements for shape in layout.shapes),
+                dtype=layout.dtype,
+                device=layout.device,
+            )
+            self.keys, self.values = _views(self._block, layout.shapes, capacity)
+            return
         self._block = torch.empty(
             (layout.num_layers, 2, layout.num_kv_heads, capacity, layout.head_dim),
             dtype=layout.dtype,
@@ -59,9 +73,29 @@ class Session:
 
     def resize(self, layout: KVLayout, capacity: int) -> None:
         """Change the room to `capacity` tokens and keep the ones held."""
-        old = self._block
+        old, old_keys, old_values = self._block, self.keys, self.values
         self._allocate(layout, capacity)
-        self._block[..., : self.length, :].copy_(old[..., : self.length, :])
+        if layout.shapes is None:
+            self._block[..., : self.length, :].copy_(old[..., : self.length, :])
+            return
+        for new, held in ((self.keys, old_keys), (self.values, old_values)):
+            for target, source in zip(new, held, strict=True):
+                target[:, : self.length].copy_(source[:, : self.length])
+
+
+def _views(
+    block: torch.Tensor, shapes: tuple[KVShape, ...], capacity: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values [heads, capacity, dim] of each layer, one after the other in the block."""
+    views: list[torch.Tensor] = []
+    offset = 0
+    for shape in shapes:
+        for dim in (shape.key_dim, shape.value_dim):
+            size = shape.num_heads * capacity * dim
+            part = block[offset : offset + size]
+            views.append(part.view(shape.num_heads, capacity, dim))
+            offset += size
+    return views[0::2], views[1::2]
 
 
 class KVCache:

@@ -25,6 +25,8 @@ from stagemesh.inference import attention
 from stagemesh.inference.attention import SegmentSpan, StepContext
 from stagemesh.inference.draws import draw_tokens, logit_rows
 from stagemesh.inference.kv_cache import KVCache, KVLayout
+from stagemesh.inference.kv_probe import probe_kv_shapes
+from stagemesh.inference.stage_forward import check_attended, run_head, run_layers
 from stagemesh.inference.vocab_parallel import draw_over_ranks
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.builder import StageModel, build_stage
@@ -67,13 +69,12 @@ class StageEngine:
                 head_dim=stage.head_dim,
                 dtype=stage.dtype,
                 device=stage.device,
+                shapes=stage.kv_shapes,
             ),
             limit_bytes=kv_limit_bytes,
         )
         self._hidden_size = stage.model.config.get_text_config().hidden_size
         self._vocab_size = stage.model.config.get_text_config().vocab_size
-        # A 2-D mask of ones switches off transformers' search for packed sequences; see MaskRule.
-        self._all_ones = torch.ones(1, 1, dtype=torch.bool, device=self.device)
 
     @classmethod
     def load(
@@ -87,6 +88,7 @@ class StageEngine:
         kv_limit_bytes: int,
         on_bytes: Callable[[int], None] | None = None,
         tensor_group: TensorGroup | None = None,
+        quantize: str = "none",
     ) -> "StageEngine":
         """Build, load and try out a stage.
 
@@ -97,7 +99,8 @@ class StageEngine:
             UnsupportedModel: the family does something around its layers that stages cannot do;
                 found by running it before anyone waits for an answer.
             CheckpointError: the checkpoint's files are wrong.
-            ConfigError: the ranks of the group were not told the same.
+            ConfigError: the ranks of the group were not told the same, or what is asked for does
+                not go together.
         """
         attention.register()
         try:
@@ -109,12 +112,14 @@ class StageEngine:
                     dtype=dtype,
                     device=device,
                     attention=attention.ATTENTION_NAME,
+                    probe=probe_kv_shapes,
                     on_bytes=on_bytes,
                     tensor_group=tensor_group,
+                    quantize=quantize,
                 )
                 engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
                 if tensor_group is not None:
-                    told = (spec.fingerprint, start_layer, end_layer, dtype)
+                    told = (spec.fingerprint, start_layer, end_layer, dtype, quantize)
                     engine.cache.limit_bytes = _common_limit(engine.cache, tensor_group, told)
                 engine.warm_up()
         except (StagemeshError, torch.OutOfMemoryError):
@@ -126,11 +131,6 @@ class StageEngine:
             ) from error
         return engine
 
-    @property
-    def device(self) -> torch.device:
-        """Where the stage runs."""
-        return self.cache.layout.device
-
     def warm_up(self) -> None:
         """Run a two-token and a one-token step and check what the family did with them.
 
@@ -139,15 +139,26 @@ class StageEngine:
                 stage's forward changes its input outside of the layers.
         """
         if not self.stage.is_first:
-            check_identity(self.stage.model, dtype=self.stage.dtype, device=self.device)
+            assert self.stage.outline is not None
+            check_identity(
+                self.stage.model,
+                outline=self.stage.outline,
+                dtype=self.stage.dtype,
+                device=self.device,
+            )
+        self._try_steps((0, 2), (2, 1))
+
+    def _try_steps(self, *steps: tuple[int, int], all_logits: bool = False) -> None:
+        """Run steps (start, tokens) of a session that nobody waits for."""
         limit, self.cache.limit_bytes = self.cache.limit_bytes, 2**62
         try:
-            for start, count in ((0, 2), (2, 1)):
+            for start, count in steps:
                 segment = Segment(
                     session_id=_WARM_UP_SESSION,
                     start_position=start,
                     num_tokens=count,
                     sampling=SamplingParams(),
+                    target_token_ids=(0,) * count if all_logits else (),
                 )
                 first = self.stage.is_first
                 self.run(
@@ -184,12 +195,7 @@ class StageEngine:
         # From here on they wait for each other.
         with _together(group, what):
             output = self._forward(step, activation, context)
-        expected = list(range(self.cache.layout.num_layers))
-        if context.attended_layers != expected:
-            raise UnsupportedModel(
-                f"{self.stage.model.config.model_type}: attention came by layers "
-                f"{context.attended_layers}, expected each of {expected} once"
-            )
+        check_attended(self.stage, context)
         for span in spans:
             span.session.length = span.start_position + span.num_tokens
         return output
@@ -253,42 +259,33 @@ class StageEngine:
     def _forward(
         self, step: Step, activation: torch.Tensor | None, context: StepContext
     ) -> StageOutput:
-        positions = torch.cat(
-            [torch.arange(s.start_position, s.start_position + s.num_tokens) for s in step.segments]
-        )
-        arguments = {
-            "position_ids": positions.to(self.device)[None],
-            "attention_mask": self._all_ones,
-            "use_cache": False,
-            attention.STEP_ARGUMENT: context,
-        }
         if self.stage.is_first:
-            arguments["input_ids"] = torch.tensor(step.token_ids, device=self.device)[None]
+            inputs = {"input_ids": torch.tensor(step.token_ids, device=self.device)[None]}
         else:
             assert activation is not None
-            arguments["inputs_embeds"] = activation.to(self.device)[None]
+            inputs = {"inputs_embeds": activation.to(self.device)[None]}
         if not self.stage.is_last:
-            hidden = self.stage.model.base_model(**arguments).last_hidden_state
             # The copy off an accelerator waits for its kernels: here, on the compute thread, and
             # not where the event loop packs the activation for the wire.
-            return StageOutput(activation=hidden[0].cpu())
-        return StageOutput(tokens=self._tokens(step, arguments))
+            return StageOutput(activation=run_layers(self.stage, inputs, context).cpu())
+        return StageOutput(tokens=self._tokens(step, inputs, context))
 
-    def _tokens(self, step: Step, arguments: dict[str, object]) -> tuple[SampledToken, ...]:
+    def _tokens(
+        self, step: Step, inputs: dict[str, torch.Tensor], context: StepContext
+    ) -> tuple[SampledToken, ...]:
         """Logits for the positions that need them, and the draws from them."""
         rows = logit_rows(step.segments)
         if not rows:
-            self.stage.model.base_model(**arguments)
+            run_layers(self.stage, inputs, context)
             return tuple(SampledToken(session_id=s.session_id) for s in step.segments)
-        index = torch.tensor(rows, device=self.device)
-        logits = self.stage.model(**arguments, logits_to_keep=index).logits[0].float().cpu()
+        logits = run_head(self.stage, inputs, context, rows=rows).float().cpu()
         group = self.stage.tensor_group
         if group is None:
             return draw_tokens(step.segments, logits)
         return draw_over_ranks(
             step.segments,
             logits,
-            process_group=group.process_group,
+            process_group=group.sums,
             first_word=group.first_word,
             vocab_size=self._vocab_size,
         )

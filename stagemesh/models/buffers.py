@@ -46,25 +46,36 @@ def _compute(
     name: str,
     device: torch.device,
 ) -> None:
-    for buffer_name in missing:
-        buffer: torch.Tensor = getattr(module, buffer_name)
-        fresh = torch.empty_like(buffer, device=device)
-        if fresh.is_floating_point():
-            # What is still NaN afterwards has not been computed.
-            fresh.fill_(torch.nan)
-            module.register_buffer(buffer_name, fresh, persistent=False)
     for parameter in module.parameters(recurse=False):
         # transformers' mark of what a checkpoint gave and initialisation must not touch.
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    with guard_torch_init_functions():
-        model._init_weights(module)  # type: ignore[no-untyped-call]
+    # What is not computed keeps what it was filled with, and so differs between the two times.
+    first = _initialised(model, module, missing, fill=0, device=device)
+    second = _initialised(model, module, missing, fill=1, device=device)
     left = [
-        n
-        for n in missing
-        if (value := getattr(module, n)).is_meta or bool(torch.isnan(value).any())
+        buffer_name
+        for buffer_name, before, after in zip(missing, first, second, strict=True)
+        if after.is_meta or not torch.equal(before, after) or bool(torch.isnan(after).any())
     ]
     if left:
         raise UnsupportedModel(
             f"{model.config.model_type}: {name} ({type(module).__name__}) has buffers "
             f"({', '.join(left)}) that are in no checkpoint and that stagemesh cannot compute"
         )
+
+
+def _initialised(
+    model: PreTrainedModel,
+    module: nn.Module,
+    names: list[str],
+    *,
+    fill: int,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """The buffers as the family's `_init_weights` leaves them, from memory full of `fill`."""
+    for name in names:
+        fresh = torch.full_like(getattr(module, name), fill, device=device)
+        module.register_buffer(name, fresh, persistent=False)
+    with guard_torch_init_functions():
+        model._init_weights(module)  # type: ignore[no-untyped-call]
+    return [getattr(module, name) for name in names]

@@ -1,37 +1,36 @@
 """Fill a stage's parameters from the checkpoint; tied heads."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stagemesh.errors import CheckpointError
 from stagemesh.model_spec import TensorInfo
 from stagemesh.models.buffers import stored_buffer_names
-from stagemesh.models.identity_check import Elsewhere
-from stagemesh.models.tensor_cut import TensorCut
+from stagemesh.models.placeholders import Elsewhere
+from stagemesh.models.stored_tensors import StoredTensors, read_cut
+from stagemesh.models.tensor_cut import AnyCut
 from stagemesh.models.weights import WeightReader
 
 
 def fill_parameters(
     model: PreTrainedModel,
-    infos: dict[str, TensorInfo],
+    stored: StoredTensors,
     reader: WeightReader,
     *,
-    path: Path,
+    table: TensorInfo,
     device: torch.device,
     keep_tied: bool,
-    cuts: Mapping[str, TensorCut],
+    cuts: Mapping[str, AnyCut],
 ) -> None:
     """Read each parameter and stored buffer that the model has from the checkpoint.
 
     Args:
         model: on the meta device, pruned.
-        infos: the stage's tensors by name.
+        stored: the stage's tensors.
         reader: reads them.
-        path: of the checkpoint, in errors.
+        table: the token table, which is the head where the checkpoint has no other.
         device: where the parameters go.
         keep_tied: the head shares the embedding's memory when the checkpoint has no head.
         cuts: by parameter name, of which only a part is read.
@@ -42,29 +41,23 @@ def fill_parameters(
     embedding = model.get_input_embeddings()
     head = _head(model)
     head_name = _name_of(model, head)
-    tied_source = None
-    if head_name is not None and f"{head_name}.weight" not in infos:
-        tied_source = next(
-            (n for n in infos if n.endswith(("embed_tokens.weight", "wte.weight"))), None
-        )
+    tied_name = None if head_name is None else f"{head_name}.weight"
+    if tied_name is not None and tied_name in stored:
+        tied_name = None
     buffers = {name: model.get_buffer(name) for name in stored_buffer_names(model)}
     for name, parameter in [*model.named_parameters(remove_duplicate=False), *buffers.items()]:
-        is_tied_head = head_name is not None and name == f"{head_name}.weight" and tied_source
-        if is_tied_head and keep_tied:
+        if name == tied_name and keep_tied:
             continue
-        info = infos.get(tied_source if is_tied_head and tied_source else name)
-        if info is None:
-            raise CheckpointError(f"{path}: the checkpoint has no tensor {name}")
-        if tuple(info.shape) != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{info.file}: tensor {info.source_name} has shape {list(info.shape)}, the model's "
-                f"{name} needs {list(parameter.shape)}"
-            )
-        tensor = reader.read(info, parameter.dtype, cut=cuts.get(name)).to(device)
+        shape, dtype, cut = tuple(parameter.shape), parameter.dtype, cuts.get(name)
+        if name == tied_name:
+            tensor = read_cut(table, name, shape, reader=reader, dtype=dtype, cut=cut)
+        else:
+            tensor = stored.read(name, shape, reader=reader, dtype=dtype, cut=cut)
         parent, _, leaf = name.rpartition(".")
-        value = tensor if name in buffers else nn.Parameter(tensor, requires_grad=False)
+        moved = tensor.to(device)
+        value = moved if name in buffers else nn.Parameter(moved, requires_grad=False)
         setattr(model.get_submodule(parent), leaf, value)
-    if keep_tied and tied_source is not None:
+    if keep_tied and tied_name is not None:
         assert head is not None
         head.weight = embedding.weight
 

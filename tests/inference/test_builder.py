@@ -13,7 +13,8 @@ from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
 from stagemesh.inference import attention
 from stagemesh.model_spec import load_model_spec
 from stagemesh.models.builder import StageModel, build_stage
-from stagemesh.models.identity_check import Elsewhere, Passthrough, check_identity
+from stagemesh.models.identity_check import check_identity
+from stagemesh.models.placeholders import Elsewhere, Passthrough
 from tests.support.checkpoints import edit_tensors, tiny_model, write_model, write_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_a_later_stage_changes_nothing_outside_of_its_layers(
     config = {"embedding_multiplier": 12.0} if family == "granite" else {}
     stage = build(write_tiny_checkpoint(tmp_path / "m", family, **config), *part)
     before = list(stage.model.base_model.children())
-    check_identity(stage.model, dtype=stage.dtype, device=CPU)
+    check_identity(stage.model, outline=stage.outline, dtype=stage.dtype, device=CPU)
     assert list(stage.model.base_model.children()) == before
 
 
@@ -129,12 +130,12 @@ def test_a_forward_that_changes_the_activation_is_refused_by_name(tmp_path: Path
     stage = build(write_tiny_checkpoint(tmp_path / "g", "granite"), 2, 4)
     stage.model.base_model.embedding_multiplier = 12.0
     with pytest.raises(UnsupportedModel, match="granite: its forward changes the activation"):
-        check_identity(stage.model, dtype=stage.dtype, device=CPU)
+        check_identity(stage.model, outline=stage.outline, dtype=stage.dtype, device=CPU)
     stage = build(write_tiny_checkpoint(tmp_path / "l"), 2, 4)
     base = stage.model.base_model
     base.rotary_emb = Halving(base.rotary_emb)
     with pytest.raises(UnsupportedModel, match="llama: its forward changes the activation"):
-        check_identity(stage.model, dtype=stage.dtype, device=CPU)
+        check_identity(stage.model, outline=stage.outline, dtype=stage.dtype, device=CPU)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma3_text", "olmo3"])
