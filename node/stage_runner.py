@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_QUEUED_STEPS = 256
 _MAX_QUEUED_RESULTS = 4096
+_COMPILE_POLL_SECONDS = 0.5
 _TRIM_BYTES = 32 * 2**20
 """When the caches have grown or shrunk by so much, freed memory is given back."""
 
@@ -127,6 +128,7 @@ class StageRunner:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._compute_loop(), name="stage-compute")
             tasks.create_task(self._send_loop(), name="stage-send")
+            tasks.create_task(self._compile_loop(), name="stage-compile")
 
     async def submit(self, item: QueuedStep) -> None:
         """Queue an arrived step; waits (and so holds back the sender) while the queue is full."""
@@ -148,7 +150,7 @@ class StageRunner:
             watcher.put(None)
         self._watchers.clear()
         await asyncio.gather(*(link.close() for link in self.next_ranks.values()))
-        self.engine.cache.clear()
+        self.engine.close()
 
     async def _compute_loop(self) -> None:
         while True:
@@ -166,6 +168,13 @@ class StageRunner:
             self.counters.num_tokens += item.step.num_tokens
             self.counters.compute_nanos += timing.compute_nanos
             await self._outbox.put((replace(item, timings=(*item.timings, timing)), output))
+
+    async def _compile_loop(self) -> None:
+        """Between steps, look whether compiled code is there, until that is settled."""
+        compiler = self.engine.compiler
+        while compiler is not None and not compiler.is_settled:
+            await asyncio.sleep(_COMPILE_POLL_SECONDS)
+            await self._compute.run(compiler.advance)
 
     def _timed(self, item: QueuedStep) -> tuple[StageOutput, StageTiming]:
         """On the compute thread."""

@@ -26,6 +26,7 @@ class StageChain:
         num_stages: int = 1,
         sizes: Sequence[int] | None = None,
         dtype: str = "float32",
+        compile_folder: Path | None = None,
     ) -> None:
         spec = load_model_spec(model)
         sizes = sizes or even_sizes(spec.num_layers, num_stages)
@@ -40,6 +41,7 @@ class StageChain:
                     dtype=dtype,
                     device=torch.device("cpu"),
                     kv_limit_bytes=2**28,
+                    compile_folder=compile_folder,
                 )
             )
             start += size

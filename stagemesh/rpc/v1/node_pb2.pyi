@@ -231,6 +231,7 @@ class LoadStageRequest(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     QUANTIZE_FIELD_NUMBER: _builtins.int
+    COMPILE_FIELD_NUMBER: _builtins.int
     TENSOR_RANK_FIELD_NUMBER: _builtins.int
     TENSOR_GROUP_FIELD_NUMBER: _builtins.int
     TENSOR_SHARES_FIELD_NUMBER: _builtins.int
@@ -248,6 +249,8 @@ class LoadStageRequest(_message.Message):
     max_context_tokens: _builtins.int
     quantize: _builtins.str
     """How weights are held: "none", "auto", "int8" or "int4"; empty is "none"."""
+    compile: _builtins.bool
+    """Compile the stage, while it serves already."""
     tensor_rank: _builtins.int
     """With several ranks: which of them this node is, who they are, and what each has. Absent for a
     node that runs the stage alone.
@@ -277,6 +280,7 @@ class LoadStageRequest(_message.Message):
         kv_cache_bytes: _builtins.int = ...,
         max_context_tokens: _builtins.int = ...,
         quantize: _builtins.str = ...,
+        compile: _builtins.bool = ...,
         tensor_rank: _builtins.int = ...,
         tensor_group: Global___TensorGroup | None = ...,
         tensor_shares: Global___TensorShares | None = ...,
@@ -284,7 +288,7 @@ class LoadStageRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tensor_group", b"tensor_group", "tensor_shares", b"tensor_shares", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment_id", b"deployment_id", "dtype", b"dtype", "end_layer", b"end_layer", "incarnation", b"incarnation", "kv_cache_bytes", b"kv_cache_bytes", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_stages", b"num_stages", "quantize", b"quantize", "stage", b"stage", "start_layer", b"start_layer", "tensor_backend", b"tensor_backend", "tensor_group", b"tensor_group", "tensor_rank", b"tensor_rank", "tensor_shares", b"tensor_shares", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile", b"compile", "deployment_id", b"deployment_id", "dtype", b"dtype", "end_layer", b"end_layer", "incarnation", b"incarnation", "kv_cache_bytes", b"kv_cache_bytes", "max_context_tokens", b"max_context_tokens", "model", b"model", "num_stages", b"num_stages", "quantize", b"quantize", "stage", b"stage", "start_layer", b"start_layer", "tensor_backend", b"tensor_backend", "tensor_group", b"tensor_group", "tensor_rank", b"tensor_rank", "tensor_shares", b"tensor_shares", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -873,6 +877,7 @@ class StageStatus(_message.Message):
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     TENSOR_RANK_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    EXECUTION_FIELD_NUMBER: _builtins.int
     deployment_id: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -888,6 +893,8 @@ class StageStatus(_message.Message):
     tensor_rank: _builtins.int
     """Which of the ranks that run the stage together this node is, and how many they are."""
     num_ranks: _builtins.int
+    execution: _builtins.str
+    """How it runs: "eager", "compiling", "compiled", or "eager: " and why it is not compiled."""
     def __init__(
         self,
         *,
@@ -905,10 +912,11 @@ class StageStatus(_message.Message):
         compute_seconds: _builtins.float = ...,
         tensor_rank: _builtins.int = ...,
         num_ranks: _builtins.int = ...,
+        execution: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "deployment_id", b"deployment_id", "end_layer", b"end_layer", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "model", b"model", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "stage", b"stage", "start_layer", b"start_layer", "tensor_rank", b"tensor_rank", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_seconds", b"compute_seconds", "deployment_id", b"deployment_id", "end_layer", b"end_layer", "execution", b"execution", "kv_limit_bytes", b"kv_limit_bytes", "kv_used_bytes", b"kv_used_bytes", "model", b"model", "num_ranks", b"num_ranks", "num_sessions", b"num_sessions", "num_steps", b"num_steps", "num_tokens", b"num_tokens", "stage", b"stage", "start_layer", b"start_layer", "tensor_rank", b"tensor_rank", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
