@@ -4,9 +4,9 @@
     eager          the stage as it runs without --compile: linears packed for oneDNN
     compiled       the stage with --compile
 
-The stage has all layers and the head. A step of one token and one of 8 streams are timed in turn, so
-that a ratio compares neighbours in time. Starts: from a load with an empty cache, and with what that
-left, until the stage runs compiled code.
+The stage has all layers and the head. All are timed in turn, so that a ratio compares neighbours
+in time. Starts: from a load with an empty cache, and with what that left, until the stage runs
+compiled code.
 """
 
 import functools

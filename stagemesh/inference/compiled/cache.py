@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from stagemesh.errors import ConfigError
 from stagemesh.models.builder import DTYPES
 from stagemesh.version import SOFTWARE_VERSION
 
@@ -22,6 +23,21 @@ _COMPILERS = ("g++", "clang++", "c++")
 def package_path(folder: Path, key: str) -> Path:
     """The file of one form of one kind."""
     return folder / f"{key}.pt2"
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, or see that nobody else can write to it: what lies there is run.
+
+    Raises:
+        ConfigError: somebody else can.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"others can write to {folder}, where compiled code is kept; make it yours alone "
+            "(chown, chmod 700)"
+        )
 
 
 def environment(

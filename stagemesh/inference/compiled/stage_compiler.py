@@ -26,7 +26,12 @@ from typing import Any
 import torch
 
 from stagemesh.errors import ConfigError, StagemeshError, UnsupportedModel
-from stagemesh.inference.compiled.cache import compiler, environment, package_path
+from stagemesh.inference.compiled.cache import (
+    compiler,
+    environment,
+    make_private,
+    package_path,
+)
 from stagemesh.inference.compiled.check import checked_forward
 from stagemesh.inference.compiled.code import CompiledForward, Filler, Packages
 from stagemesh.inference.compiled.huge_pages import collapse_in_place, use_huge_pages
@@ -110,7 +115,7 @@ class StageCompiler:
             run: computes a step of so many tokens, with logits for all of them.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self._folder)
             self._units = note_units(self._stage, run)
             self.packages = self._name_packages()
             missing = [p for p in self.packages if not p.path.exists()]
@@ -184,14 +189,14 @@ class StageCompiler:
             items=tuple((p.key, p.form, p.kind) for p in missing),
         )
         (place / "job.json").write_text(json.dumps(job.to_json()), encoding="utf-8")
-        with (place / "outcomes").open("wb") as out, (place / "words").open("wb") as words:
+        with (place / "words").open("wb") as words:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "stagemesh.inference.compiled.worker"),
                     str(place / "job.json"),
                 ],
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=words,
                 stderr=words,
                 env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / "inductor")},
             )

@@ -2,8 +2,8 @@
 
 It builds the family's layers on the meta device, traces each kind with zeros for weights, and lets
 torch's ahead-of-time compiler make a package of each. Weights are arguments of the code, so none
-are needed here. It writes one JSON line for each package: {"key", "error"}; a package that fails
-does not stop the others.
+are needed here. Beside the job it writes "outcomes", one JSON line for each package with its key
+and what went wrong; a package that fails does not stop the others.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,8 +94,13 @@ class _Traced(nn.Module):
         return first
 
 
-def compile_all(job: Job) -> Iterator[dict[str, str | None]]:
-    """Make the job's packages, but for those that others have made meanwhile."""
+def compile_all(job: Job, *, workplace: Path) -> Iterator[dict[str, str | None]]:
+    """Make the job's packages, but for those that others have made meanwhile.
+
+    Args:
+        job: what to make.
+        workplace: folder for what is not finished, on the disk of the cache.
+    """
     AttentionInterface.register(attention.ATTENTION_NAME, traced_attention)
     named: Any = SimpleNamespace(name=job.model_name, config=job.config)
     model = build_on_meta(
@@ -111,7 +115,10 @@ def compile_all(job: Job) -> Iterator[dict[str, str | None]]:
             if not path.exists():
                 module = _head(kind) if kind.layer is None else layers[kind.layer]
                 try:
-                    _build(module, kind, form, path=path, device=torch.device(job.device))
+                    made = _build(
+                        module, kind, form, folder=workplace, device=torch.device(job.device)
+                    )
+                    made.replace(path)
                 except (
                     Exception
                 ) as failure:  # whatever a family's code and the compiler raise ends this package
@@ -133,9 +140,9 @@ def _head(kind: UnitKind) -> nn.Module:
 
 @torch.no_grad()
 def _build(
-    module: nn.Module, kind: UnitKind, form: int, *, path: Path, device: torch.device
-) -> None:
-    """Trace and compile one form of one kind."""
+    module: nn.Module, kind: UnitKind, form: int, *, folder: Path, device: torch.device
+) -> Path:
+    """Trace and compile one form of one kind; returns the package."""
     if kind.layer is not None:
         own = describe(module, layer=kind.layer, call=kind.call)
         if (own.tensors, own.attributes) != (kind.tensors, kind.attributes):
@@ -149,11 +156,10 @@ def _build(
     tensors = [argument.zeros(count, device=device) for argument in kind.call.tensors]
     shapes = _dynamic(kind) if form == MANY else None
     program = torch.export.export(traced, (weights, tensors), dynamic_shapes=shapes, strict=False)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(Path(folder) / "code.pt2")
-        )
-        Path(made).replace(path)
+    made = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(folder / f"{form}.pt2")
+    )
+    return Path(made)
 
 
 def _dynamic(kind: UnitKind) -> dict[str, list[Any]]:
@@ -178,11 +184,13 @@ def main() -> None:
     """Compile the job that the argument names."""
     os.nice(_NICENESS)
     warnings.simplefilter("ignore")
-    job = Job.from_json(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    path = Path(sys.argv[1])
+    job = Job.from_json(json.loads(path.read_text(encoding="utf-8")))
     torch.set_num_threads(job.num_threads)
-    for outcome in compile_all(job):
-        sys.stdout.write(json.dumps(outcome) + "\n")
-        sys.stdout.flush()
+    with path.with_name("outcomes").open("w", encoding="utf-8") as file:
+        for outcome in compile_all(job, workplace=path.parent):
+            file.write(json.dumps(outcome) + "\n")
+            file.flush()
 
 
 if __name__ == "__main__":

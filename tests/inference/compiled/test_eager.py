@@ -50,6 +50,14 @@ def test_a_family_that_computes_attention_itself_stays_eager_by_name(tmp_path: P
     assert engine.execution == "eager: the family's own code computes attention"
 
 
+def test_code_is_not_taken_from_where_others_can_write(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    engine = load(write_tiny_checkpoint(tmp_path / "model", num_layers=2), folder)
+    assert engine.execution.startswith(f"eager: others can write to {folder}")
+
+
 def test_a_stage_that_was_not_asked_to_compile_does_not(tmp_path: Path) -> None:
     model = write_tiny_checkpoint(tmp_path / "model", num_layers=2)
     spec = load_model_spec(model)
