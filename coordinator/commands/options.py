@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console
 
 from coordinator.config import DeploymentConfig
+from coordinator.models import locate_model
 from stagemesh.cli_support import Bytes
 from stagemesh.errors import ConfigError
 
@@ -30,7 +32,8 @@ def model_options(function: F) -> F:
                 "--model",
                 default=SAMPLE_MODEL,
                 show_default=True,
-                help="A folder, a .gguf file, or a known name.",
+                help="A folder, a .gguf file, a known name, or org/name[@revision][:file.gguf] "
+                "of the Hugging Face hub.",
             ),
             click.option("--name", help="What clients call the model."),
             click.option(
@@ -169,8 +172,16 @@ def deployment_config(
     prompt_tokens: int = 128,
     min_nodes: int | None = None,
 ) -> DeploymentConfig:
-    """The deployment that `model_options` and `placement_options` ask for."""
-    return DeploymentConfig(
+    """The deployment that `model_options` and `placement_options` ask for.
+
+    A model that only the hub has is downloaded.
+
+    Raises:
+        ConfigError: a value is not allowed.
+        ModelNotFound: the model is nowhere.
+        UnsupportedModel: the hub has it in no format that is read.
+    """
+    config = DeploymentConfig(
         model=model,
         name=name,
         dtype=dtype,  # type: ignore[arg-type]  # click has checked the choice
@@ -187,6 +198,7 @@ def deployment_config(
         prompt_tokens=prompt_tokens,
         min_nodes=min_nodes,
     )
+    return locate_model(config, console=Console(stderr=True))
 
 
 def read_api_keys(path: Path | None) -> frozenset[str]:

@@ -96,7 +96,7 @@ def _hint(path: Path) -> str:
 
 
 def _read_sharded(path: Path) -> tuple[dict[str, TensorInfo], dict[str, SafetensorsHeader]]:
-    weight_map = _read_weight_map(path / INDEX_NAME)
+    weight_map = read_weight_map(path / INDEX_NAME)
     headers: dict[str, SafetensorsHeader] = {}
     for file_name in sorted(set(weight_map.values())):
         if not (path / file_name).exists():
@@ -129,7 +129,12 @@ def _present(path: Path) -> str:
     return f" (the folder has {', '.join(names[:5])})" if names else ""
 
 
-def _read_weight_map(path: Path) -> Mapping[str, str]:
+def read_weight_map(path: Path) -> Mapping[str, str]:
+    """The file of each tensor by an index.
+
+    Raises:
+        CheckpointError: it is no index, or names a file outside of the folder.
+    """
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be an object with at least one entry")

@@ -20,7 +20,8 @@ def is_sample_name(reference: str) -> bool:
 def resolve_model(reference: str) -> Path:
     """Finds a model: an existing folder, an existing .gguf file, or a known name.
 
-    A path wins over a name. Nothing is opened here and nothing is downloaded.
+    A path wins over a name. Nothing is opened here and nothing is downloaded;
+    names on the hub are the coordinator's business.
 
     Raises:
         ModelNotFound: nothing is there; the message says what was tried.
@@ -29,8 +30,11 @@ def resolve_model(reference: str) -> Path:
         raise ModelNotFound("the model's name is empty; give a folder, a .gguf file or a name")
     path = Path(reference)
     try:
-        if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
+        if path.is_dir():
             return path.resolve()
+        if path.suffix.lower() == ".gguf" and path.is_file():
+            # A file in a cache of the hub is a link to one with another name.
+            return path.parent.resolve() / path.name
         is_other_file = path.exists()
     except (OSError, ValueError) as error:  # too long, no permission, a NUL byte
         raise ModelNotFound(f"model {reference!r:.200}: not a usable path: {error}") from error
@@ -43,8 +47,8 @@ def resolve_model(reference: str) -> Path:
         return _sample_file(reference)
     raise ModelNotFound(
         f"model {reference!r:.200} not found: no such folder, no such .gguf file, and not a known "
-        f"name ({SAMPLE_MODEL_NAME}). Models are not downloaded; give the path of a folder with "
-        "config.json and safetensors files, or of a .gguf file"
+        f"name ({SAMPLE_MODEL_NAME}). Give the path of a folder with config.json and safetensors "
+        "files, or of a .gguf file; only the coordinator's commands download, by org/name"
     )
 
 

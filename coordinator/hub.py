@@ -1,0 +1,175 @@
+"""Models from the Hugging Face hub, by huggingface_hub and its cache on this machine.
+
+The hub is asked first. Where it is not reachable, what an earlier download left in the cache is
+taken, and the log says so. Nothing but configs, tokenizers, safetensors and one GGUF file is
+fetched; pickles never are.
+"""
+
+import glob
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+
+# HTTPError is httpx's or its successor's, whichever the library uses.
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from coordinator.hub_name import SIDE_FILES, HubName, choose_weights
+from stagemesh.checkpoint.folder import INDEX_NAME, read_weight_map
+from stagemesh.errors import ModelNotFound
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0
+"""Longest wait for the hub to answer a question."""
+
+Progress = Callable[[int], None]
+"""Called with numbers of bytes as they arrive, from several threads."""
+
+
+def fetch_model(
+    name: HubName,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+    answer_seconds: float = ANSWER_SECONDS,
+    on_bytes: Progress | None = None,
+) -> Path:
+    """Download what is missing of a model and return its folder or GGUF file.
+
+    Args:
+        name: which.
+        cache: folder of the cache; by default the hub library's (`HF_HUB_CACHE`).
+        endpoint: of the hub; by default the hub library's (`HF_ENDPOINT`).
+        answer_seconds: deadline of each question to the hub. Downloads end when nothing arrives
+            for as long as `HF_HUB_DOWNLOAD_TIMEOUT` says (10 s), after the library's retries.
+        on_bytes: told how much has arrived.
+
+    Raises:
+        ModelNotFound: there is no such model, revision or file; it is gated; or the hub is not
+            reachable and the cache lacks it.
+        UnsupportedModel: the repository holds no format that is read.
+    """
+    hub = _Hub(
+        name, cache=cache, endpoint=endpoint, answer_seconds=answer_seconds, on_bytes=on_bytes
+    )
+    try:
+        return hub.download()
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ModelNotFound(f"model {name}: {_refusal(error)}") from error
+    except (HTTPError, OSError) as error:
+        return hub.cached(error)
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, GatedRepoError):
+        return (
+            "access is gated: accept its terms on the hub, and give a token of that account in "
+            "HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return "the repository has no such revision"
+    return (
+        "there is no such folder or file here, and no such repository on the hub (or a private "
+        "one: give a token in HF_TOKEN)"
+    )
+
+
+class _Hub:
+    """One model's files on the hub and in the cache."""
+
+    def __init__(
+        self,
+        name: HubName,
+        *,
+        cache: Path | None,
+        endpoint: str | None,
+        answer_seconds: float,
+        on_bytes: Progress | None,
+    ) -> None:
+        self._name = name
+        self._cache = cache if cache is not None else Path(constants.HF_HUB_CACHE)
+        self._endpoint = endpoint or constants.ENDPOINT
+        self._answer_seconds = answer_seconds
+        self._settings: dict[str, Any] = {
+            "repo_id": name.repo,
+            "revision": name.revision,
+            "cache_dir": self._cache,
+            "endpoint": self._endpoint,
+            "etag_timeout": answer_seconds,
+        }
+        self._bars = _bar_class(on_bytes)
+
+    def download(self) -> Path:
+        """Fetch what is missing."""
+        info = HfApi(endpoint=self._endpoint).model_info(
+            self._name.repo, revision=self._name.revision, timeout=self._answer_seconds
+        )
+        files = {sibling.rfilename for sibling in info.siblings or ()}
+        first = choose_weights(files, self._name)
+        folder = self._fetch([first, *(name for name in SIDE_FILES if name in files)])
+        if first == INDEX_NAME:
+            self._fetch(sorted(set(read_weight_map(folder / first).values())))
+        return folder / first if first.endswith(".gguf") else folder
+
+    def _fetch(self, names: Iterable[str]) -> Path:
+        patterns = [glob.escape(name) for name in names]
+        settings = self._settings
+        return Path(snapshot_download(**settings, allow_patterns=patterns, tqdm_class=self._bars))
+
+    def cached(self, error: BaseException) -> Path:
+        """What is in the cache already."""
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        try:
+            folder = Path(
+                snapshot_download(
+                    **self._settings,
+                    local_files_only=True,
+                    allow_patterns=[glob.escape(self._name.file or "config.json")],
+                )
+            )
+        except LocalEntryNotFoundError as missing:
+            raise ModelNotFound(
+                f"model {self._name}: no such folder or file here, the hub at {self._endpoint} "
+                f"cannot be asked ({reason:.300}), and the cache {self._cache} lacks it"
+            ) from missing
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        first = choose_weights(names, self._name)
+        logger.warning(
+            "model %s: the hub at %s cannot be asked (%.300s); taken from the cache, which may "
+            "hold an older revision: %s",
+            self._name,
+            self._endpoint,
+            reason,
+            folder,
+        )
+        return folder / first if first.endswith(".gguf") else folder
+
+
+def _bar_class(on_bytes: Progress | None) -> type[Any]:
+    """A progress bar for the hub library that draws nothing and tells `on_bytes`."""
+
+    class _SilentBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Of its two bars in bytes one counts what the network carries, the other what is there.
+            name = str(kwargs.get("name") or "")
+            self._counts = kwargs.get("unit") == "B" and not name.endswith(".transfer")
+            super().__init__(  # type: ignore[no-untyped-call]
+                *args, **{**kwargs, "disable": True}
+            )
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if on_bytes is not None and self._counts and n:
+                on_bytes(int(n))
+            return None
+
+    return _SilentBar
