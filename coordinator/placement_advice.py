@@ -126,7 +126,9 @@ def _advice(demand: Demand, would_fit: Callable[[Demand], bool]) -> list[str]:
 
 def _largest_fitting(asked: int, fits: Callable[[int], bool]) -> int:
     """The largest number in [1, asked) that fits, 0 when none does; what is below it fits too."""
-    low, high = 0, asked - 1
+    if asked <= 1 or not fits(1):
+        return 0
+    low, high = 1, asked - 1
     while low < high:
         middle = (low + high + 1) // 2
         if fits(middle):

@@ -1,6 +1,6 @@
 """What to tell a person when nothing fits: who lacks how many bytes, and what would fit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from coordinator.model_cost import ModelCost, NodeCapacity
 from coordinator.placement_advice import Demand, explain_misfit
 from coordinator.planner.memory_model import rank_memory
-from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
+from coordinator.planner.profiles import ClusterProfile, Constraints, NodeProfile, Workload
 from coordinator.planner.replicas import ReplicaSearch
 from coordinator.planner.spans import ModelSpans
 from coordinator.shares import even_out
@@ -61,6 +61,8 @@ def _fits(
     model: ModelCost, *, cluster: ClusterProfile, workload: Workload, constraints: Constraints
 ) -> bool:
     """Whether any plan fits, whatever its speed."""
+    if lacks_room(model, nodes=cluster.nodes, workload=workload, constraints=constraints):
+        return False
     speed = {model.dtype: _ANY_SPEED}
     nodes = tuple(
         replace(node, stream_bytes_per_second=speed, flops_per_second=speed)
@@ -73,6 +75,26 @@ def _fits(
         constraints=replace(constraints, max_replicas=1),
     )
     return search.fits(range(len(nodes)), streams=workload.concurrency)
+
+
+def lacks_room(
+    model: ModelCost,
+    *,
+    nodes: Sequence[NodeProfile],
+    workload: Workload,
+    constraints: Constraints,
+) -> bool:
+    """Whether no plan can fit, by a bound that needs no search: it is true only where it must be.
+
+    Each layer's weights and cache lie somewhere, whole on a node where no ranks share stages.
+    """
+    tokens = workload.max_context_tokens * workload.concurrency
+    kv = model.kv_bytes_per_token_layer * tokens
+    rooms = [max(0, node.memory_bytes - node.process_overhead_bytes) for node in nodes]
+    if constraints.max_tp_degree > 1:
+        return sum(rooms) < sum(model.layer_bytes) + model.num_layers * kv
+    smallest = max(1, min(model.layer_bytes) + kv)
+    return sum(room // smallest for room in rooms) < model.num_layers
 
 
 def _capacity(

@@ -15,6 +15,7 @@ from coordinator.planner.profiles import (
     NodeProfile,
     Workload,
 )
+from coordinator.planner.refusal import lacks_room
 from stagemesh.errors import ConfigError, PlacementError
 
 GIB = 2**30
@@ -380,3 +381,26 @@ def test_a_node_without_a_rate_for_the_dtype_is_named():
     model = replace(make_model(2), dtype="bfloat16")
     with pytest.raises(ConfigError, match="'n0' has no stream_bytes_per_second for bfloat16"):
         plan_placement(model, cluster=equal_nodes(1), workload=ALONE)
+
+
+@pytest.mark.parametrize("most_ranks", [1, 2])
+def test_what_lacks_room_at_first_sight_has_no_plan(most_ranks: int) -> None:
+    model = make_model(6, layer=120, kv=4, groups=2, heads=2, columns=3)
+    constraints = Constraints(max_tp_degree=most_ranks)
+    seen = set()
+    for memory in range(20, 700, 40):
+        nodes = (make_node("a", memory=memory), make_node("b", memory=2 * memory // 3))
+        cluster = make_cluster(*nodes)
+        for streams in (1, 5):
+            workload = replace(ALONE, concurrency=streams)
+            lacks = lacks_room(model, nodes=nodes, workload=workload, constraints=constraints)
+            try:
+                plan_placement(model, cluster=cluster, workload=workload, constraints=constraints)
+            except PlacementError:
+                fits = False
+            else:
+                fits = True
+            assert not (lacks and fits)
+            seen.add((lacks, fits))
+    # Negative control: both answers come up, and the bound is near what the search finds.
+    assert {(True, False), (False, True)} <= seen
