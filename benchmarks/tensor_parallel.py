@@ -63,7 +63,9 @@ def write_llama(folder: Path) -> str:
         vocab_size=16384,
         dtype="bfloat16",
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
+    model.save_pretrained(folder)  # type: ignore[operator]
     return str(folder)
 
 
@@ -130,7 +132,7 @@ async def run_model(model: Model, arguments: Any) -> dict[Key, list[Answer]]:
                     request = Request(
                         backend="" if is_one else backend,
                         is_direct=is_direct,
-                        kind=kind,  # type: ignore[arg-type]
+                        kind=kind,
                         # The first round warms up.
                         prompt_tokens=tokens if number else 32,
                         new_tokens=NEW_TOKENS[model.name] if number else 4,

@@ -51,7 +51,7 @@ def test_the_bits_of_the_groups_own_sums(backend: str, world_size: int) -> None:
     """Small and large, of several types; large ones of three ranks go in pieces."""
 
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
-        cases = [
+        cases: list[tuple[torch.dtype, tuple[int, ...], ReduceOp]] = [
             (dtype, shape, ReduceOp.SUM)
             for dtype in (torch.float32, torch.bfloat16, torch.int64)
             for shape in ((1, 1, 576), (1, 70, 577 if world_size == 3 else 1501), (0,), ())
