@@ -153,8 +153,10 @@ class ModelSource:
         self, coordinator: WeightSource, wanted: ModelWanted, progress: FetchProgress
     ) -> tuple[ModelSpec, Mapping[str, bytes]]:
         found = Description()
+        # Stands for the file of each tensor that is not fetched; it does not exist.
+        nowhere = self._cache.folder / "not-fetched"
         parts = coordinator.describe(
-            wanted.fingerprint, wanted.start_layer, wanted.end_layer, where=self._cache.folder
+            wanted.fingerprint, wanted.start_layer, wanted.end_layer, where=nowhere
         )
         async with contextlib.aclosing(parts) as descriptions:
             async for found in descriptions:

@@ -90,8 +90,9 @@ def test_build_files_exist(service: str) -> None:
 
 
 def test_mounted_files_exist() -> None:
-    mounts = [v.split(":")[0] for s in SERVICES.values() for v in s.get("volumes", [])]
-    assert mounts
+    sources = {v.split(":")[0] for s in SERVICES.values() for v in s.get("volumes", [])}
+    assert set(COMPOSE["volumes"]) < sources
+    mounts = sources - set(COMPOSE["volumes"])
     assert [m for m in mounts if not (ROOT / m).is_file()] == []
 
 
@@ -194,3 +195,12 @@ def test_compose_itself_accepts_the_file() -> None:
     command = [docker, "compose", "-f", str(ROOT / "docker-compose.yml"), "config", "-q"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("node", ["node-1", "node-2", "node-3"])
+def test_fetched_weights_stay_in_a_volume_that_the_node_may_write(node: str) -> None:
+    (volume,) = SERVICES[node]["volumes"]
+    name, folder = volume.split(":")
+    assert name in COMPOSE["volumes"]
+    made = [rest for key, rest in instructions(dockerfile_of(node)) if key == "RUN"]
+    assert any(folder in rest and "-o stagemesh" in rest for rest in made)
