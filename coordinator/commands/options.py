@@ -42,6 +42,18 @@ def model_options(function: F) -> F:
                 default="auto",
                 show_default=True,
             ),
+            click.option(
+                "--quantize",
+                type=click.Choice(["none", "auto", "int8", "int4"]),
+                default="none",
+                show_default=True,
+                help="Hold weights in 8 or 4 bits; auto keeps what a GGUF file has in them.",
+            ),
+            click.option(
+                "--compile",
+                is_flag=True,
+                help="Compile each stage while it serves; needs a C++ compiler on the nodes, once.",
+            ),
             click.option("--context", "max_context", type=int, help="Longest sequence in tokens."),
             click.option("--concurrency", type=int, help="Full-length sequences at once."),
             click.option("--stages", type=int, help="Number of pipeline stages."),
@@ -159,6 +171,8 @@ def deployment_config(
     model: str,
     name: str | None,
     dtype: str,
+    quantize: str,
+    compile: bool,
     max_context: int | None,
     concurrency: int | None,
     stages: int | None,
@@ -185,6 +199,8 @@ def deployment_config(
         model=model,
         name=name,
         dtype=dtype,  # type: ignore[arg-type]  # click has checked the choice
+        quantize=quantize,  # type: ignore[arg-type]  # likewise
+        compile=compile,
         max_context_tokens=max_context,
         concurrency=concurrency,
         num_stages=stages,
