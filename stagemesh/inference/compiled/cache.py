@@ -14,7 +14,7 @@ from stagemesh.errors import ConfigError
 from stagemesh.models.builder import DTYPES
 from stagemesh.version import SOFTWARE_VERSION
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when the same key would mean other code."""
 
 _COMPILERS = ("g++", "clang++", "c++")

@@ -58,7 +58,9 @@ class FewRows(nn.Module):
             rows = torch.ops.stagemesh.hold(rows)
         weight = self.weight.float()[:, None, :]
         # [out, rows, in]: a row of the weights stays in the cache while a block's tokens use it.
-        blocks = [(weight * block[None]).sum(-1).t() for block in rows.float().split(_BLOCK_ROWS)]
+        blocks = [
+            (weight * block[None]).sum(-1).t() for block in torch.split(rows.float(), _BLOCK_ROWS)
+        ]
         out = (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(x.dtype)
         if self.bias is not None:
             out = out + self.bias

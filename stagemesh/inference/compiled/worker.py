@@ -38,6 +38,8 @@ _NICENESS = 10
 _EXAMPLE_TOKENS = 7
 """Tokens of the example that code for any number is traced with; this one is of no meaning."""
 _MOST_TOKENS = 1 << 20
+# Multiplying and adding in one instruction: a fifth faster for 8 rows, and rounded less.
+_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,7 @@ def _build(
     shapes = _dynamic(kind) if form == MANY else None
     program = torch.export.export(traced, (weights, tensors), dynamic_shapes=shapes, strict=False)
     made = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(folder / f"{form}.pt2")
+        program, package_path=str(folder / f"{form}.pt2"), inductor_configs=_OPTIONS
     )
     return Path(made)
 
