@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from coordinator.config import DeploymentConfig, Limits
 from coordinator.generation import GeneratedToken, GenerationRequest, ServedModel
 from coordinator.kv_budget import kv_capacity_tokens
+from coordinator.load_order import LoadOrder, LoadProgress
 from coordinator.membership import NodeInfo
 from coordinator.model_cost import NodeCapacity
-from coordinator.node_link import LoadOrder, LoadProgress, NodeLink
+from coordinator.node_link import NodeLink
 from coordinator.pipeline import Pipeline, load_stages
 from coordinator.placing import Placement, place
 from coordinator.planner.plan import PlanResult

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 
-from coordinator.node_link import LoadClock, LoadOrder, LoadProgress, NodeLink, StepStream
+from coordinator.load_order import LoadClock, LoadOrder, LoadProgress
+from coordinator.node_link import NodeLink, StepStream
 from stagemesh.errors import CommError, PeerLost, StagemeshError
 from stagemesh.layout import Plan
 from stagemesh.steps import Step, StepResult

@@ -73,6 +73,7 @@ STUB_USERS = {
     "coordinator/service.py": "serves the coordinator's service",
     "coordinator/server.py": "registers what it serves",
     "coordinator/node_link.py": "client of the node service",
+    "coordinator/load_order.py": "its messages about loading",
     "coordinator/measuring.py": "client of the nodes' profile service",
     "coordinator/profile_messages.py": "measured nodes and links and their messages",
     "coordinator/commands/status.py": "client of the coordinator's service",

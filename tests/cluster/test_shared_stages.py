@@ -216,7 +216,7 @@ BAD_GROUPS: list[tuple[dict[str, Any], str]] = [
     ({"tensor_shares": node_pb2.TensorShares(num_kv_heads=2)}, "query_heads must be one number"),
     ({"tensor_shares": WHOLE}, "2 ranks and shares for 1"),
     # Negative control: a group that makes sense is refused for its model alone.
-    ({}, "/nowhere"),
+    ({}, "no model with fingerprint"),
 ]
 
 
