@@ -94,9 +94,9 @@ def _chosen(
             f"{model.num_layers} layers: each stage needs at least one"
         )
     usable = [i for i, node in enumerate(nodes) if node.memory_bytes > 0]
-    if len(usable) < sum(degrees) or not degrees:
+    if len(usable) < sum(degrees):
         raise PlacementError(
-            f"{len(degrees)} stages of tp {shown or '?'} need {sum(degrees) or 'more'} nodes, but "
+            f"{len(degrees)} stage(s) of tp {shown} need {sum(degrees)} nodes, but "
             f"{len(usable)} of {len(nodes)} nodes offer memory; start more nodes or ask for less"
         )
     # First of all: a degree by which no layer can be divided is refused by its name.

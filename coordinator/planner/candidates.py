@@ -51,7 +51,7 @@ def select_nodes(
         degrees *= constraints.num_stages or 1
     if sum(degrees) > len(nodes):
         raise PlacementError(
-            f"{len(degrees)} stages of tp {', '.join(map(str, degrees))} need {sum(degrees)} "
+            f"{len(degrees)} stage(s) of tp {', '.join(map(str, degrees))} need {sum(degrees)} "
             f"nodes, but only {len(nodes)} of {len(cluster.nodes)} can take part; start more nodes "
             "or ask for less"
         )
