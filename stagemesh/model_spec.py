@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stagemesh.checkpoint.dimensions import read_dimensions
+from stagemesh.checkpoint.dimensions import Dimensions, read_dimensions
 from stagemesh.checkpoint.folder import read_model_folder
 from stagemesh.checkpoint.gguf_config import config_from_gguf
 from stagemesh.checkpoint.gguf_header import read_gguf_header
@@ -81,6 +81,9 @@ class ModelSpec:
     """Token that begins a sequence, where there is one."""
     generation_defaults: Mapping[str, Any]
     """Content of generation_config.json, empty when absent."""
+    kv_elements: int | None = None
+    """Elements that a layer keeps of a token, where these are not two per head and dimension: keys
+    and values of different widths; the most that any layer keeps."""
 
     def layer_bytes(self, layer: int, dtype: str, *, quantize: str = "none") -> int:
         """Bytes of one layer's weights; for `quantize` see `stagemesh.checkpoint.low_bit`."""
@@ -107,7 +110,8 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, num_layers: int, dtype: str) -> int:
         """Bytes of keys and values that one token takes in `num_layers` layers."""
-        return 2 * num_layers * self.num_kv_heads * self.head_dim * _element_bytes(dtype)
+        kept = self.kv_elements or 2 * self.num_kv_heads * self.head_dim
+        return num_layers * kept * _element_bytes(dtype)
 
     def tensors_for_stage(self, start_layer: int, end_layer: int) -> list[TensorInfo]:
         """The tensors that a stage [start_layer, end_layer) reads, each once.
@@ -279,7 +283,13 @@ def _build_spec(
             iter(_token_ids((config, generation_config), "bos_token_id", where=where)), None
         ),
         generation_defaults=generation_config,
+        kv_elements=_uneven(dimensions),
     )
+
+
+def _uneven(dimensions: Dimensions) -> int | None:
+    even = 2 * dimensions.num_kv_heads * dimensions.head_dim
+    return None if dimensions.kv_elements == even else dimensions.kv_elements
 
 
 def _token_ids(configs: Iterable[Mapping[str, Any]], key: str, *, where: str) -> tuple[int, ...]:

@@ -44,6 +44,8 @@ class Dimensions:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    kv_elements: int
+    """Elements of keys and values that the layer that keeps most keeps of a token."""
     max_context_tokens: int
     tie_word_embeddings: bool
 
@@ -84,15 +86,17 @@ def read_dimensions(
     num_heads = _number(config, "num_attention_heads", where=where)
     num_kv_heads = _num_kv_heads(config, num_heads, where=where)
     hidden_size = _number(config, "hidden_size", where=where)
+    head_dim = _head_dim(
+        config, shapes, hidden_size // num_heads, num_kv_heads=num_kv_heads, where=where
+    )
     return Dimensions(
         num_layers=_number(config, "num_hidden_layers", where=where),
         hidden_size=hidden_size,
         vocab_size=_number(config, "vocab_size", where=where),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(
-            config, shapes, hidden_size // num_heads, num_kv_heads=num_kv_heads, where=where
-        ),
+        head_dim=head_dim,
+        kv_elements=_kv_elements(config, shapes, num_kv_heads, head_dim, where=where),
         max_context_tokens=_number(
             config,
             "max_position_embeddings",
@@ -122,6 +126,32 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int, *, where: str) -> i
         # Latent attention has a key for each query head once it is unpacked.
         return num_heads
     return _number(config, "num_key_value_heads", where=where, default=num_heads)
+
+
+def _kv_elements(
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    where: str,
+) -> int:
+    """What the layer that keeps most keeps: the rows of its projections, where it has such."""
+    if config.get("kv_lora_rank"):
+        key = sum(_number(config, f"qk_{part}_head_dim", where=where) for part in ("nope", "rope"))
+        return num_kv_heads * (key + _number(config, "v_head_dim", where=where))
+    rows = {
+        name: shape[0]
+        for name, shape in shapes.items()
+        if len(shape) == 2
+        and name.endswith((".self_attn.k_proj.weight", ".self_attn.v_proj.weight"))
+    }
+    pairs = [
+        count + rows.get(name.replace("k_proj", "v_proj"), count)
+        for name, count in rows.items()
+        if name.endswith(".k_proj.weight")
+    ]
+    return max(pairs, default=2 * num_kv_heads * head_dim)
 
 
 def _head_dim(

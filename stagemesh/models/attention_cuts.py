@@ -7,11 +7,21 @@ from typing import Any, Literal
 from torch import nn
 
 from stagemesh.errors import UnsupportedModel
-from stagemesh.models.tensor_cut import Range, TensorCut
+from stagemesh.models.tensor_cut import AnyCut, Range, TensorCut
 from stagemesh.placement.tensor_shares import TensorShares
 
 # Modules inside an attention layer by what they have a part of for each head.
-_QUERY_NAMES = frozenset({"q_proj", "q_norm", "q_layernorm"})
+_QUERY_NAMES = frozenset(
+    {
+        *("q_proj", "q_norm", "q_layernorm"),
+        # Gates of the attention's output.
+        *("gate_proj", "g_proj"),
+        # Latent attention unpacks a query, a key and a value for each query head.
+        *("q_b_proj", "kv_b_proj"),
+    }
+)
+# Of latent attention: what all heads share, whole on each rank.
+_LATENT_NAMES = frozenset({"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"})
 _KV_NAMES = frozenset({"k_proj", "v_proj", "k_norm", "k_layernorm", "v_norm"})
 
 
@@ -102,7 +112,7 @@ def head_kind(attribute: str) -> Literal["query", "kv"] | None:
 
 
 def cut_attention_rest(
-    attention: nn.Module, name: str, done: Mapping[str, TensorCut], heads: HeadCutter
+    attention: nn.Module, name: str, done: Mapping[str, AnyCut], heads: HeadCutter
 ) -> AttentionRest:
     """Cut the parameters of an attention layer that have a part for each head: norms, sinks.
 
@@ -121,6 +131,8 @@ def cut_attention_rest(
     for key, parameter in attention.named_parameters():
         full = f"{name}.{key}"
         owner, _, _ = key.rpartition(".")
+        if owner in _LATENT_NAMES:
+            continue
         if full in done or _is_output_bias(f"{name}.{owner}", done):
             continue
         kind = head_kind(owner.rpartition(".")[2])
@@ -142,7 +154,7 @@ def cut_attention_rest(
     return AttentionRest(cuts=cuts, spread_norms=norms)
 
 
-def _is_output_bias(owner: str, done: Mapping[str, TensorCut]) -> bool:
+def _is_output_bias(owner: str, done: Mapping[str, AnyCut]) -> bool:
     """The bias of a row-parallel layer is whole."""
     cut = done.get(f"{owner}.weight")
-    return cut is not None and cut.columns is not None
+    return isinstance(cut, TensorCut) and cut.columns is not None

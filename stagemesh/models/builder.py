@@ -26,6 +26,7 @@ from stagemesh.models.prune import prune
 from stagemesh.models.quantized_linear import LOW_BIT_MODULES
 from stagemesh.models.quantized_stage import put_quantized
 from stagemesh.models.stored_tensors import StoredTensors
+from stagemesh.models.tensor_cut import TensorCut
 from stagemesh.models.tensor_parallel import TensorGroup, apply_tensor_plan, check_spread_norms
 from stagemesh.models.tp_plan import TensorPlan, plan_tensor_parallel
 from stagemesh.models.weights import WeightReader
@@ -135,7 +136,7 @@ def build_stage(
         table=spec.groups.embedding,
         dtype=DTYPES[dtype],
         device=device,
-        cuts=cuts,
+        cuts={name: cut for name, cut in cuts.items() if isinstance(cut, TensorCut)},
     )
     fill_parameters(
         model,

@@ -1,6 +1,7 @@
 """A family's config and its class on the meta device, checked for what stages cannot do."""
 
 import copy
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -74,13 +75,7 @@ def build_on_meta(
     Raises:
         UnsupportedModel: transformers cannot build it, or it keeps a recurrent state.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(
-            f"transformers has no causal language model of the family {config.model_type}"
-        )
-    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    is_own = not family._supports_attention_backend
-    is_own |= config.model_type in _COMPUTES_ATTENTION_ITSELF
+    is_own = computes_attention_itself(config)
     config._attn_implementation = OWN_ATTENTION if is_own else attention
     try:
         model = _from_config(config)
@@ -95,7 +90,23 @@ def build_on_meta(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     config.dtype = dtype
-    return model.eval()
+    model.train(mode=False)
+    return model
+
+
+def computes_attention_itself(config: PretrainedConfig) -> bool:
+    """Whether the family's class does not use transformers' attention interface.
+
+    Raises:
+        UnsupportedModel: transformers has no causal language model of the family.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(
+            f"transformers has no causal language model of the family {config.model_type}"
+        )
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    is_listed = config.model_type in _COMPUTES_ATTENTION_ITSELF
+    return is_listed or not family._supports_attention_backend
 
 
 def _from_config(config: PretrainedConfig) -> PreTrainedModel:

@@ -98,9 +98,10 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedModel: it has none.
     """
-    base: PreTrainedModel = model.base_model
+    base: Any = model.base_model
     if base is not model:
-        return base
+        found: PreTrainedModel = base
+        return found
     # In some families the prefix is not the attribute's name.
     for child in model.children():
         if isinstance(child, PreTrainedModel):
@@ -115,7 +116,7 @@ def find_layers(model: PreTrainedModel) -> str:
         UnsupportedModel: there is none with an entry for each layer.
     """
     count = model.config.get_text_config().num_hidden_layers
-    found = [
+    found: list[str] = [
         name
         for name, module in base_of(model).named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count

@@ -144,7 +144,7 @@ class StoredTensors:
     ) -> dict[str, torch.Tensor]:
         for pattern, infos in recipe.sources.items():
             for info in infos:
-                tensor = reader.read(info, dtype, cut=parts.get(pattern))
+                tensor: Any = reader.read(info, dtype, cut=parts.get(pattern))
                 recipe.converter.add_tensor(recipe.name, info.name, pattern, tensor)
         made = recipe.converter.convert(recipe.name, model=self._model, config=self._model.config)
         return {
@@ -220,7 +220,8 @@ def _cut_experts(
 
 
 def _is_of_rows(recipe: _Recipe, shape: tuple[int, ...]) -> bool:
-    merge, join = recipe.converter.operations
+    operations: list[Any] = recipe.converter.operations
+    merge, join = operations
     height = shape[1] // len(recipe.converter.source_patterns)
     return (merge.dim, join.dim) == (0, 1) and all(
         tuple(info.shape) == (height, shape[2])

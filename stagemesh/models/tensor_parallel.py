@@ -153,6 +153,19 @@ class RowParallelLinear(nn.Module):
         return out if bias is None else out + bias
 
 
+class PartialExperts(nn.Module):
+    """A layer's experts, of which each rank has some columns: the sum of the ranks' outputs."""
+
+    def __init__(self, experts: nn.Module, sums: DirectGroup) -> None:
+        super().__init__()
+        self.experts = experts
+        self._sums = sums
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute this rank's columns, and add up."""
+        return self._sums.all_reduce(self.experts(*args, **kwargs))
+
+
 class VocabParallelEmbedding(nn.Module):
     """Rows of a table [V, D] of which each rank has some: [..., T] ids to [..., T, D].
 
@@ -244,6 +257,8 @@ def apply_tensor_plan(model: PreTrainedModel, plan: TensorPlan, *, group: Tensor
     for name in plan.row_parallel:
         linear: Any = model.get_submodule(name)
         _replace(model, name, RowParallelLinear(linear, sums))
+    for name in plan.partial_sums:
+        _replace(model, name, PartialExperts(model.get_submodule(name), sums))
     for name, is_counted in plan.spread_norms.items():
         norm = model.get_submodule(name)
         weight: torch.Tensor = norm.weight  # type: ignore[assignment]

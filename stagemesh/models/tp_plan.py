@@ -22,26 +22,38 @@ from transformers import PreTrainedModel
 
 from stagemesh.errors import UnsupportedModel
 from stagemesh.models.attention_cuts import HeadCutter, cut_attention_rest
-from stagemesh.models.tensor_cut import Range, TensorCut
+from stagemesh.models.expert_cuts import cut_experts, expert_width
+from stagemesh.models.outline import base_of, find_layers
+from stagemesh.models.tensor_cut import AnyCut, Range, TensorCut
 from stagemesh.parallel.tensor.plan import matching_names
+from stagemesh.placement.counts import proportional_counts, range_of
 from stagemesh.placement.tensor_shares import TensorShares
 
 _OUTPUT_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise"})
 _INPUT_STYLES = frozenset({"rowwise", "rowwise_split_input"})
 # Nothing to cut, or what is cut by our own rules: the embedding, and all that has a row per head.
 _OTHER_STYLES = frozenset(
-    {"replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "local_params"}
+    {
+        *("replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "local_params"),
+        # The latent vectors that all heads share are whole on each rank.
+        "mla_kv_a_proj",
+    }
 )
+_EXPERT_STYLE = "moe_tp_experts"
+# Families whose joined projection has the heads in another order than [query; key; value].
+_OTHER_ORDER = frozenset({"codegen"})
 
 
 @dataclass(slots=True, kw_only=True)
 class TensorPlan:
     """What becomes of a stage's model on one rank; all names are of the whole model."""
 
-    cuts: dict[str, TensorCut] = field(default_factory=dict)
+    cuts: dict[str, AnyCut] = field(default_factory=dict)
     """Parameters of which the rank has a part."""
     row_parallel: list[str] = field(default_factory=list)
     """Linear layers whose outputs are partial sums."""
+    partial_sums: list[str] = field(default_factory=list)
+    """Modules of experts, whose outputs are partial sums."""
     attentions: list[str] = field(default_factory=list)
     """Attention layers, which are told the rank's numbers of heads."""
     spread_norms: dict[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -70,15 +82,16 @@ def plan_tensor_parallel(
     where = f"{name} ({model.config.model_type})"
     config: Any = model.config.get_text_config()
     styles = getattr(model.config, "base_model_tp_plan", None)
-    if not styles:
+    if not styles or model.config.model_type in _OTHER_ORDER:
         raise UnsupportedModel(
             f"{where}: transformers gives no tensor-parallel plan for this family"
         )
     _check_sizes(config, shares, where)
-    prefix = f"{model.base_model_prefix}."
+    base = base_of(model)
+    prefix = next(f"{name}." for name, child in model.named_children() if child is base)
     planner = _Planner(model, shares, rank, where)
     for pattern, style in styles.items():
-        for layer in matching_names(model.base_model, pattern):
+        for layer in matching_names(base, pattern):
             planner.cut_layer(prefix + layer, style)
     planner.cut_attention_rest(prefix)
     planner.cut_vocabulary()
@@ -88,6 +101,8 @@ def plan_tensor_parallel(
 def _check_sizes(config: Any, shares: TensorShares, where: str) -> None:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "kv_lora_rank", None):
+        kv_heads = heads
     words = config.vocab_size
     found = (shares.num_heads, shares.num_kv_heads, sum(shares.vocab_rows))
     if found != (heads, kv_heads, words):
@@ -105,6 +120,11 @@ class _Planner:
         self._model = model
         self._where = where
         self._shares = shares
+        self._rank = rank
+        self._has_experts = any(
+            isinstance(getattr(module, "down_proj", None), nn.Parameter)
+            for module in model.modules()
+        )
         self._columns = shares.column_range(rank)
         self._vocab = shares.vocab_range(rank)
         self._heads = HeadCutter(model.config.get_text_config(), shares, rank, where)
@@ -114,6 +134,11 @@ class _Planner:
         if style in _OTHER_STYLES:
             return
         layer = self._model.get_submodule(name)
+        if style == _EXPERT_STYLE:
+            columns = self._mlp_range(name, expert_width(layer, name, self._where))
+            self.plan.cuts |= cut_experts(layer, name, columns, is_first_rank=self._rank == 0)
+            self.plan.partial_sums.append(name)
+            return
         if style not in _OUTPUT_STYLES | _INPUT_STYLES or type(layer) is not nn.Linear:
             raise UnsupportedModel(
                 f"{self._where}: {name} ({type(layer).__name__}) cannot be cut in the style "
@@ -142,11 +167,12 @@ class _Planner:
 
     def cut_attention_rest(self, prefix: str) -> None:
         """Cut what belongs to heads beside the layers of the plan; refuse uncut attention."""
-        layers = self._model.base_model.get_submodule("layers")
+        list_name = find_layers(self._model)
+        layers = base_of(self._model).get_submodule(list_name)
         for name, layer in layers.named_children():
             if not any(True for _ in layer.parameters()):
                 continue
-            here = f"{prefix}layers.{name}."
+            here = f"{prefix}{list_name}.{name}."
             if not any(
                 row.startswith(here) and is_attention_name(row.rpartition(".")[0])
                 for row in self.plan.row_parallel
@@ -195,6 +221,9 @@ class _Planner:
 
     def _mlp_range(self, name: str, total: int) -> Range:
         columns = sum(self._shares.mlp_columns)
+        if total != columns and self._has_experts:
+            # Experts, shared experts and dense layers are of different widths.
+            return range_of(self._rank, proportional_counts(total, self._shares.mlp_columns))
         if total != columns:
             raise UnsupportedModel(
                 f"{self._where}: {name} has {total} MLP columns, the shares "

@@ -104,9 +104,12 @@ def _small(config_class: type[PretrainedConfig]) -> dict[str, Any]:
         value = getattr(default, name, None)
         if name in _TOKENS:
             numbers[name] = _TOKENS[name]
-        elif name in _NUMBERS and not isinstance(value, (list, dict)):
-            if value is not None or name in ("num_key_value_heads",):
-                numbers[name] = _NUMBERS[name]
+        elif (
+            name in _NUMBERS
+            and not isinstance(value, (list, dict))
+            and (value is not None or name == "num_key_value_heads")
+        ):
+            numbers[name] = _NUMBERS[name]
     if "kv_lora_rank" in numbers:
         # Latent attention has a key for each query head, and finds out `head_dim` by itself.
         numbers["num_key_value_heads"] = numbers["num_attention_heads"]
@@ -115,12 +118,6 @@ def _small(config_class: type[PretrainedConfig]) -> dict[str, Any]:
     for alias, name in (config_class.attribute_map or {}).items():
         if alias in numbers and name in numbers:
             del numbers[alias]
-    for name, sub_class in (config_class.sub_configs or {}).items():
-        if isinstance(sub_class, type) and issubclass(sub_class, PretrainedConfig):
-            try:
-                numbers[name] = _small(sub_class)
-            except Exception:
-                continue
     return numbers
 
 

@@ -187,9 +187,8 @@ def test_log_probabilities_and_scores_are_those_of_one_rank(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "style", "message"),
     [
-        ("mixtral", None, r"mixtral.*experts.*moe_tp_experts"),
         ("llama", {}, r"llama.*no tensor-parallel plan"),
-        ("llama", {"layers.*.self_attn.q_proj": "mla_kv_a_proj"}, r"q_proj .* 'mla_kv_a_proj'"),
+        ("llama", {"layers.*.self_attn.q_proj": "all_reduce"}, r"q_proj .* 'all_reduce'"),
         ("llama", {"layers.*.mlp.up_proj": "colwise"}, "does not cut the attention of layer 0"),
         ("llama", {"layers.*.self_attn": "colwise"}, r"self_attn \(LlamaAttention\) cannot be cut"),
         ("llama", {"layers.*.mlp.up_proj": "colwise_gather_output"}, "up_proj in the style"),
