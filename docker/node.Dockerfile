@@ -22,8 +22,8 @@ COPY coordinator coordinator
 COPY node node
 RUN pip install -c constraints.txt --build-constraint constraints.txt '.[node]'
 
+# A volume that is mounted on the last folder begins with its owner and mode.
 RUN useradd --system --uid 10001 --create-home stagemesh \
-    # A volume that is mounted there begins with this folder's owner and mode.
     && install -d -o stagemesh -g stagemesh -m 700 \
         /home/stagemesh/.cache /home/stagemesh/.cache/stagemesh
 USER stagemesh
