@@ -57,6 +57,7 @@ REFUSED_FAMILIES: dict[str, str] = {
     "gemma4_unified_text": "some of its layers share keys and values",
     "jetmoe": "its attention picks experts for its heads, and keeps keys for each pick",
     "hrm_text": "it goes through its layers several times for one token",
+    "hunyuan_v1_moe": "its router reads the weight of a layer, which may be packed for the kernels",
     "dory": "its files hold half a layer under each number",
 }
 """By model type: why, as the second half of a sentence."""

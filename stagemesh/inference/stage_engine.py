@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ from stagemesh.errors import (
 )
 from stagemesh.inference import attention
 from stagemesh.inference.attention import SegmentSpan, StepContext
+from stagemesh.inference.compiled.stage_compiler import StageCompiler, check_can_compile
 from stagemesh.inference.draws import draw_tokens, logit_rows
 from stagemesh.inference.kv_cache import KVCache, KVLayout
 from stagemesh.inference.kv_probe import probe_kv_shapes
@@ -73,6 +75,8 @@ class StageEngine:
             ),
             limit_bytes=kv_limit_bytes,
         )
+        self.compiler: StageCompiler | None = None
+        """Compiles the stage, where that was asked for."""
         self._hidden_size = stage.model.config.get_text_config().hidden_size
         self._vocab_size = stage.model.config.get_text_config().vocab_size
 
@@ -89,11 +93,15 @@ class StageEngine:
         on_bytes: Callable[[int], None] | None = None,
         tensor_group: TensorGroup | None = None,
         quantize: str = "none",
+        compile_folder: Path | None = None,
     ) -> "StageEngine":
         """Build, load and try out a stage.
 
         With a `tensor_group` all its ranks call this; each loads its own part. When one fails, it
         aborts the group, so that the others do not wait for it.
+
+        With a `compile_folder`, where compiled code is kept, the stage is compiled while it serves;
+        see `stagemesh.inference.compiled.stage_compiler`.
 
         Raises:
             UnsupportedModel: the family does something around its layers that stages cannot do;
@@ -102,6 +110,7 @@ class StageEngine:
             ConfigError: the ranks of the group were not told the same, or what is asked for does
                 not go together.
         """
+        check_can_compile(compile_folder, quantize=quantize, is_shared=tensor_group is not None)
         attention.register()
         try:
             with _together(tensor_group, "loading"):
@@ -116,12 +125,15 @@ class StageEngine:
                     on_bytes=on_bytes,
                     tensor_group=tensor_group,
                     quantize=quantize,
+                    pack=compile_folder is None,
                 )
                 engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
                 if tensor_group is not None:
                     told = (spec.fingerprint, start_layer, end_layer, dtype, quantize)
                     engine.cache.limit_bytes = _common_limit(engine.cache, tensor_group, told)
                 engine.warm_up()
+                if compile_folder is not None:
+                    engine.start_compiling(spec, compile_folder)
         except (StagemeshError, torch.OutOfMemoryError):
             raise
         except _FAMILY_ERRORS as error:
@@ -132,13 +144,14 @@ class StageEngine:
         return engine
 
     @property
+    def execution(self) -> str:
+        """How it runs, for people: "eager", or what `StageCompiler.status` says."""
+        return "eager" if self.compiler is None else self.compiler.status
+
+    @property
     def device(self) -> torch.device:
         """Where the stage runs."""
         return self.cache.layout.device
-
-    def close(self) -> None:
-        """Free the caches."""
-        self.cache.clear()
 
     def warm_up(self) -> None:
         """Run a two-token and a one-token step and check what the family did with them.
@@ -156,6 +169,17 @@ class StageEngine:
                 device=self.device,
             )
         self._try_steps((0, 2), (2, 1))
+
+    def start_compiling(self, spec: ModelSpec, folder: Path) -> None:
+        """Take compiled code from `folder`, or have it made while the stage serves eagerly."""
+        self.compiler = StageCompiler(spec, self.stage, layout=self.cache.layout, folder=folder)
+        self.compiler.begin(lambda count: self._try_steps((0, count), all_logits=True))
+
+    def close(self) -> None:
+        """Free the caches and end what works for the stage."""
+        self.cache.clear()
+        if self.compiler is not None:
+            self.compiler.close()
 
     def _try_steps(self, *steps: tuple[int, int], all_logits: bool = False) -> None:
         """Run steps (start, tokens) of a session that nobody waits for."""
