@@ -53,6 +53,11 @@ _CALL_BYTES = HEAD_BYTES - 16
 _HEAD = struct.Struct(f"<Q{_CALL_BYTES}sQ")
 """Sequence number, call as text, bytes of the payload."""
 
+_SEQUENCE = struct.Struct("<Q")
+
+_PAIR_ELEMENTS = 16 * 1024
+_KEPT_PAIRS = 16
+
 # Sums of two have one order, and one rounding, in each of these types.
 _ADDED_IN_PLACE = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
@@ -84,6 +89,29 @@ class TimeSpent:
     """Within them, waiting for the other ranks included."""
 
 
+class _Pair:
+    """The memory of a small sum of two ranks, made once for each dtype and shape."""
+
+    __slots__ = ("_own", "call", "head", "message", "payload", "received")
+
+    def __init__(self, like: torch.Tensor) -> None:
+        num_bytes = like.numel() * like.element_size()
+        self.call = _encode(f"all_reduce({ReduceOp.SUM.value}) on {TensorSpec.of(like)}")
+        ours = torch.empty(HEAD_BYTES + num_bytes, dtype=torch.uint8)
+        theirs = torch.empty_like(ours)
+        self.message, arrived = _view(ours), _view(theirs)
+        self.head, self.payload = arrived[:HEAD_BYTES], arrived[HEAD_BYTES:]
+        self._own = ours[HEAD_BYTES:].view(like.dtype)
+        self.received = theirs[HEAD_BYTES:].view(like.dtype)
+        """What the peer has sent. Shapes: [elements]."""
+        _HEAD.pack_into(self.message, 0, 0, self.call, num_bytes)
+
+    def begin(self, sequence: int, flat: torch.Tensor) -> None:
+        """Put a call's number and elements into the message."""
+        _SEQUENCE.pack_into(self.message, 0, sequence)
+        self._own.copy_(flat)
+
+
 class DirectGroup:
     """The sums and gathers of one thread of a rank. Not for several threads at once."""
 
@@ -97,6 +125,7 @@ class DirectGroup:
         self._sequence = 0
         self._ended = ""
         self._kept = torch.empty(0, dtype=torch.uint8)
+        self._pairs: dict[tuple[torch.dtype, torch.Size], _Pair] = {}
         self._num_calls = 0
         self._seconds = 0.0
 
@@ -149,6 +178,8 @@ class DirectGroup:
         self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, timeout: float | None = None
     ) -> torch.Tensor:
         """As ProcessGroup's; a failure, other than a mismatch, ends the links."""
+        if op is ReduceOp.SUM and timeout is None and self._can_pair(tensor):
+            return self._add_pair(tensor)
         with self._timed():
             links = self._links
             if links is None or self._is_bypassed:
@@ -186,6 +217,52 @@ class DirectGroup:
                 for rank, row in enumerate(rows):
                     write(row, [parts.get(rank, own)])
             return output
+
+    def _can_pair(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the usual sum of a decode step, that of a small tensor of two ranks."""
+        return (
+            self.size == 2
+            and self._links is not None
+            and not self._is_bypassed
+            and tensor.dtype in _ADDED_IN_PLACE
+            and 0 < tensor.numel() <= _PAIR_ELEMENTS
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and torch.is_inference_mode_enabled()
+        )
+
+    def _add_pair(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`all_reduce`, with all that does not change from one call to the next made once."""
+        started = time.perf_counter()
+        links = self._links
+        assert links is not None
+        key = (tensor.dtype, tensor.shape)
+        pair = self._pairs.get(key)
+        if pair is None:
+            if len(self._pairs) >= _KEPT_PAIRS:
+                self._pairs.clear()
+            with torch.inference_mode(False):
+                pair = self._pairs[key] = _Pair(tensor)
+        seconds = self._group.timeout_seconds
+        flat = tensor.view(-1)
+        with self._busy:
+            try:
+                self._check_usable()
+                sequence = self._sequence
+                self._sequence += 1
+                pair.begin(sequence, flat)
+                is_same = links.pair(pair.message, pair.head, pair.payload, seconds=seconds)
+            except BaseException as error:
+                self._fail(links, error, seconds)
+                raise
+        if not is_same:
+            told_sequence, told_call, _ = _HEAD.unpack(pair.head)
+            other = {1 - self.rank: f"{_decode(told_call)} as its call {told_sequence}"}
+            raise self._mismatch(other, pair.call, sequence)
+        flat.add_(pair.received)
+        self._num_calls += 1
+        self._seconds += time.perf_counter() - started
+        return tensor
 
     def _add_up(
         self,
@@ -295,9 +372,12 @@ class DirectGroup:
             seconds=seconds,
         )
         if other:
-            other[self.rank] = f"{_decode(call)} as its call {sequence}"
-            text = ", ".join(f"{self._names.of(r)} called {other[r]}" for r in sorted(other))
-            raise CollectiveMismatch(f"ranks disagree in group {self._group.group_id}: {text}")
+            raise self._mismatch(other, call, sequence)
+
+    def _mismatch(self, other: dict[int, str], call: bytes, sequence: int) -> CollectiveMismatch:
+        told = other | {self.rank: f"{_decode(call)} as its call {sequence}"}
+        text = ", ".join(f"{self._names.of(rank)} called {told[rank]}" for rank in sorted(told))
+        return CollectiveMismatch(f"ranks disagree in group {self._group.group_id}: {text}")
 
     def _memory(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         if num_bytes > _KEPT_BYTES:
@@ -316,29 +396,30 @@ class DirectGroup:
             try:
                 self._check_usable()
                 yield seconds
-            except (CollectiveMismatch, ConfigError):
-                raise
-            except LinkEnded as error:
-                self._ended = self._ended or str(error)
-                links.close()
-                who = self._names.of(error.peer)
-                # Who aborts ends its links first: perhaps that is what we have seen.
-                with contextlib.suppress(NotReady):
-                    self._group.find_abort(_FIND_ABORT_SECONDS)
-                raise PeerLost(f"{who} is lost: {error}", rank=error.peer) from error
-            except SwapTimeout as error:
-                self._ended = self._ended or "a call timed out"
-                links.close()
-                raise CollectiveTimeout(
-                    f"a call in group {self._group.group_id} timed out on "
-                    f"{self._names.of(self.rank)} after {seconds:g} s: waiting for "
-                    f"{self._names.of_all(error.peers)}"
-                ) from error
             except BaseException as error:
-                # Cut off in the middle of a message: nobody could tell where the next one begins.
-                self._ended = self._ended or f"{type(error).__name__}: {error}"
-                links.close()
+                self._fail(links, error, seconds)
                 raise
+
+    def _fail(self, links: DirectLinks, error: BaseException, seconds: float) -> None:
+        """End the links, unless the ranks are still in step, and say what the group would say."""
+        if isinstance(error, (CollectiveMismatch, ConfigError)):
+            return
+        # Cut off in the middle of a message: nobody could tell where the next one begins.
+        what = "a call timed out" if isinstance(error, SwapTimeout) else type(error).__name__
+        self._ended = self._ended or f"{what}: {error}"
+        links.close()
+        if isinstance(error, LinkEnded):
+            # Who aborts ends its links first: perhaps that is what we have seen.
+            with contextlib.suppress(NotReady):
+                self._group.find_abort(_FIND_ABORT_SECONDS)
+            who = self._names.of(error.peer)
+            raise PeerLost(f"{who} is lost: {error}", rank=error.peer) from error
+        if isinstance(error, SwapTimeout):
+            raise CollectiveTimeout(
+                f"a call in group {self._group.group_id} timed out on "
+                f"{self._names.of(self.rank)} after {seconds:g} s: waiting for "
+                f"{self._names.of_all(error.peers)}"
+            ) from error
 
     def _check_usable(self) -> None:
         if self._ended:

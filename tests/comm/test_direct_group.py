@@ -61,10 +61,14 @@ def test_the_bits_of_the_groups_own_sums(backend: str, world_size: int) -> None:
         for dtype, shape, op in cases:
             ours = values(group.rank, shape, dtype)
             theirs = ours.clone()
+            inside = ours.clone()
             assert direct.all_reduce(ours, op=op) is ours
+            with torch.inference_mode():
+                assert direct.all_reduce(inside, op=op) is inside
             group.all_reduce(theirs, op=op)
             assert torch.equal(ours, theirs), (dtype, shape, op)
-        assert direct.time_spent.num_calls == len(cases)
+            assert torch.equal(inside, theirs), (dtype, shape, op)
+        assert direct.time_spent.num_calls == 2 * len(cases)
 
     on_direct_ranks(world_size, run, backend=backend)
 
@@ -106,10 +110,13 @@ def test_gather() -> None:
         lambda direct: direct.all_gather_tensor(torch.ones(direct.size, 2), torch.ones(2)),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "is_inference"), [(2, False), (2, True), (3, False)])
 def test_calls_that_differ_raise_on_all_and_leave_the_ranks_in_step(
-    world_size: int, other: Callable[[DirectGroup], torch.Tensor]
+    world_size: int, other: Callable[[DirectGroup], torch.Tensor], *, is_inference: bool
 ) -> None:
+    """In inference mode small sums of two ranks take fewer steps, which must see as much."""
+
+    @torch.inference_mode(is_inference)
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
         tensor = torch.ones(3)
         call = other if group.rank == 1 else lambda direct: direct.all_reduce(tensor)
@@ -136,6 +143,7 @@ def test_an_argument_that_is_wrong_here_counts_as_no_call() -> None:
 def test_an_abort_wakes_who_waits(backend: str, *, spins: bool) -> None:
     """With its cause, although the links end before the other rank can have heard of it."""
 
+    @torch.inference_mode(spins)
     def run(direct: DirectGroup, group: ProcessGroup) -> str:
         if group.rank == 0:
             time.sleep(0.0005 if spins else 0.1)
@@ -159,6 +167,23 @@ def test_a_rank_that_leaves_is_named() -> None:
             direct.close()
             return
         with pytest.raises(PeerLost, match="rank 0 is lost"):
+            direct.all_reduce(torch.ones(3))
+
+    on_direct_ranks(2, run)
+
+
+def test_what_a_small_sum_raises() -> None:
+    """As a larger one: a rank that has left, by name, and nothing more afterwards."""
+
+    @torch.inference_mode()
+    def run(direct: DirectGroup, group: ProcessGroup) -> None:
+        assert direct.all_reduce(torch.ones(3)).tolist() == [2, 2, 2]
+        if group.rank == 0:
+            direct.close()
+            return
+        with pytest.raises(PeerLost, match="rank 0 is lost"):
+            direct.all_reduce(torch.ones(3))
+        with pytest.raises(GroupAborted, match="have ended"):
             direct.all_reduce(torch.ones(3))
 
     on_direct_ranks(2, run)
