@@ -1,10 +1,13 @@
 """The KV cache: growth, bound, trimming, and accounts that go back to zero."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from stagemesh.errors import CapacityExceeded, ProtocolError
 from stagemesh.inference.kv_cache import KVCache, KVLayout
+from stagemesh.models.kv_shape import KVShape
 
 LAYOUT = KVLayout(
     num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu")
@@ -123,3 +126,28 @@ def test_the_accounts_go_back_to_zero() -> None:
     grow(cache, 3, 2)
     cache.clear()
     assert (cache.used_bytes, cache.num_sessions) == (0, 0)
+
+
+def test_layers_of_different_shapes_keep_their_tokens_when_a_session_grows() -> None:
+    shapes = (
+        KVShape(num_heads=2, key_dim=6, value_dim=4),
+        KVShape(num_heads=3, key_dim=2, value_dim=2),
+    )
+    layout = dataclasses.replace(LAYOUT, shapes=shapes)
+    assert layout.bytes_per_token == (2 * 10 + 3 * 4) * 4
+    cache = KVCache(layout, limit_bytes=64 * layout.bytes_per_token, block_tokens=4)
+    session = cache.reserve(1, start_position=0, num_tokens=3)
+    assert session.capacity == 4
+    held = []
+    for shape, keys, values in zip(shapes, session.keys, session.values, strict=True):
+        assert keys.shape == (shape.num_heads, 4, shape.key_dim)
+        assert values.shape == (shape.num_heads, 4, shape.value_dim)
+        held.append((torch.randn(keys[:, :3].shape), torch.randn(values[:, :3].shape)))
+        keys[:, :3], values[:, :3] = held[-1]
+    session.length = 3
+    session = cache.reserve(1, start_position=3, num_tokens=6)
+    assert session.capacity >= 9
+    for (first, second), keys, values in zip(held, session.keys, session.values, strict=True):
+        assert torch.equal(keys[:, :3], first)
+        assert torch.equal(values[:, :3], second)
+    assert cache.used_bytes == session.capacity * layout.bytes_per_token
