@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,11 +141,11 @@ def predicted(deployment: Deployment, profile: ClusterProfile) -> PlanResult:
 
 
 async def run_speed(
-    *, dtype: str, rounds: int, new_tokens: int
+    plans: Sequence[Layout], *, dtype: str, rounds: int, new_tokens: int
 ) -> tuple[list[dict[str, Any]], list[Floor]]:
     """Predicted and measured tokens per second of each plan."""
     context = _PROMPT_TOKENS + new_tokens
-    layouts = (*LAYOUTS, None)
+    layouts = (*plans, None)
     configs = tuple(deployment_of(each, dtype=dtype, context=context) for each in layouts)
     expected: dict[str, list[float]] = {str(c.name): [] for c in configs}
     measured: dict[str, list[float]] = {str(c.name): [] for c in configs}
@@ -178,6 +178,8 @@ async def run_speed(
             }
         )
         floors.append(at_most(f"{dtype} {name}: |predicted / measured - 1|", abs(ratio - 1), 0.25))
+        first = median([there / here for there, here in firsts[name]])
+        floors.append(at_most(f"{dtype} {name}: the same, first token", abs(first - 1), 0.5))
     best = max(median(measured[name]) for name in measured)
     share = median(measured[_CHOICE]) / best
     floors.append(at_least(f"{dtype} {_CHOICE} / the fastest measured", share, 0.9))
@@ -286,9 +288,12 @@ async def run(arguments: Any) -> None:
     if arguments.part in ("all", "speed"):
         rows: list[dict[str, Any]] = []
         floors: list[Floor] = []
+        plans = [
+            plan for plan in LAYOUTS if any(w in plan.name for w in arguments.plans.split(","))
+        ]
         for dtype in arguments.dtypes.split(","):
             more_rows, more_floors = await run_speed(
-                dtype=dtype, rounds=arguments.rounds, new_tokens=arguments.new_tokens
+                plans, dtype=dtype, rounds=arguments.rounds, new_tokens=arguments.new_tokens
             )
             rows += more_rows
             floors += more_floors
@@ -303,6 +308,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--part", choices=("all", "speed", "memory"), default="all")
     options.add_argument("--dtypes", default="float32,bfloat16")
+    options.add_argument("--plans", default="stage", help="words in the names of plans to measure")
     options.add_argument("--new-tokens", type=int, default=64)
     asyncio.run(run(options.parse_args()))
 

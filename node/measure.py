@@ -1,33 +1,47 @@
 """What a device can do, measured in slices: each is short, so that others may use it in between.
 
-The kernels are those that stages use (`stagemesh.models.packed_linear`): a rate that some other
-matrix product reaches would say little. Times are the lower quartile of several runs, since what
-disturbs a run only ever makes it slower.
+All of it is measured with steps through the engine that serves, as stages of a pipeline meet them:
+after a pause, in which the thread and its helpers have gone to sleep, and with caches that hold
+other things. Steps that follow each other at once, with warm caches, take up to 4 ms less, and a
+pipeline pays that in every stage.
+
+    narrow stages of few and many layers    seconds per step and per layer, whatever its size
+    wide ones, one token                    seconds per byte of weights, beyond those
+    wide ones, a prompt                     seconds per product, beyond those
+
+So a rate has in it what layers of a dtype add to those of fp32, and what small matrices cost.
+A wide stage's steps take turns with those of narrow ones, and what is taken from each other was
+measured within a tenth of a second: how fast a machine is changes by a fifth from second to second.
+Figures are medians: what disturbs a step now and then disturbs steps that serve as well.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 
 import torch
-from torch import nn
 
-from node.trial_stage import TrialStage
+from node.other_memory import OtherMemory, wait_for
+from node.trial_stage import TrialStage, matrix_parameters
 from stagemesh.models.builder import DTYPES
-from stagemesh.models.packed_linear import PACKABLE_DTYPES, PackedLinear, can_pack
 
-_IN, _OUT = 1024, 2048
-_WEIGHT_BYTES = 96 * 2**20
-"""Of all matrices that are read in turn: more than caches hold."""
-_MANY_ROWS = 64
-_RATE_SECONDS = 0.08
-_STEP_SECONDS = 0.06
-_STEP_ROUNDS = 3
-_MIN_RUNS = 3
-_MOST_TIMES = 2.0
-"""Runs end after so many times the planned seconds, however few they are."""
+_WEIGHT_BYTES = 128 * 2**20
+_FLUSHED_PARTS = 3
+"""One part of the memory in so many empties the caches, the others are weights."""
 _FEW_LAYERS, _MANY_LAYERS = 1, 9
+_WIDTHS = (768, 384, 192)
+_MOST_WIDE_LAYERS = 6
+_FEW_ROWS, _MANY_ROWS = 8, 64
+_SLICE_SECONDS = 0.1
+_FIRST_ROUNDS = 2
+_DECODE_ROUNDS = 5
+_PREFILL_ROUNDS = 3
+_LEAST_SHARE = 0.1
+"""Of a step, however much the overheads seem to be."""
+
+PAUSE_SECONDS = 0.006
+"""Between two slices: longer than idle threads spin before they sleep."""
 
 Slice = Callable[[], None]
 
@@ -37,9 +51,9 @@ class Rates:
     """What a device reaches in one dtype."""
 
     stream_bytes_per_second: float
-    """Weights that a matrix-vector product reads."""
+    """Weights that a step of one token reads."""
     flops_per_second: float
-    """Of a matrix product with many rows."""
+    """Of a step with many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +68,24 @@ class DeviceSpeed:
     """Added per step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WideTimes:
+    """Steps of a wide stage."""
+
+    num_layers: int
+    layer_parameters: int
+    layer_bytes: int
+    read_seconds: float
+    """Of a step of one token, without the overheads."""
+    prefill_seconds: float
+    prefill_rows: int
+
+
 class SpeedMeasurement:
     """A measurement to be run slice by slice, in order, on the device's thread.
+
+    Each slice runs a step and then empties the caches for the next one. Between two slices whoever
+    runs them waits for `PAUSE_SECONDS`.
 
     Args:
         device: what to measure.
@@ -64,92 +94,143 @@ class SpeedMeasurement:
 
     def __init__(self, device: torch.device, *, weight_bytes: int = _WEIGHT_BYTES) -> None:
         self._device = device
-        self._num_elements = max(1, weight_bytes) // 4
-        self._rates: dict[str, Rates] = {}
-        self._stages: dict[int, TrialStage] = {}
-        self._steps: dict[int, float] = {}
-        self._layers: list[nn.Module] = []
-        self._stream_seconds = math.inf
+        self._flushed_bytes = max(1, weight_bytes // _FLUSHED_PARTS)
+        self._weight_bytes = max(1, weight_bytes - self._flushed_bytes)
+        self._other: OtherMemory | None = None
+        self._narrow: dict[int, TrialStage] = {}
+        self._steps: dict[int, list[float]] = {_FEW_LAYERS: [], _MANY_LAYERS: []}
+        self._wide: TrialStage | None = None
+        self._reads: list[float] = []
+        self._prefills: list[float] = []
+        self._rows = _MANY_ROWS
+        self._times: dict[str, _WideTimes] = {}
 
     def overhead_slices(self) -> Iterator[Slice]:
-        """The slices that take next to no memory; in turn, so that a slow moment hits both."""
-        for num_layers in (_FEW_LAYERS, _MANY_LAYERS) * _STEP_ROUNDS:
-            yield lambda n=num_layers: self._time_steps(n)  # type: ignore[misc]
+        """The slices that keep next to no memory."""
+        for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
+            yield lambda n=num_layers: self._make_narrow(n)  # type: ignore[misc]
+        for _ in range(_FIRST_ROUNDS):
+            yield from self._narrow_slices()
+        yield self._drop_flushed
 
     def rate_slices(self) -> Iterator[Slice]:
         """The slices that need weights."""
         for name, dtype in DTYPES.items():
-            yield lambda d=dtype: self._make_layers(d)  # type: ignore[misc]
-            yield lambda d=dtype: self._time_stream(d)  # type: ignore[misc]
-            yield lambda n=name, d=dtype: self._time_flops(n, d)  # type: ignore[misc]
+            yield lambda d=dtype: self._make_wide(d)  # type: ignore[misc]
+            for _ in range(_DECODE_ROUNDS):
+                yield from self._narrow_slices()
+                yield self._time_decode
+            yield self._choose_rows
+            for _ in range(_PREFILL_ROUNDS):
+                yield self._time_prefill
+            yield lambda n=name, d=dtype: self._end_wide(n, d)  # type: ignore[misc]
+        yield self._drop_flushed
+
+    def _narrow_slices(self) -> Iterator[Slice]:
+        for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
+            yield lambda n=num_layers: self._time_narrow(n)  # type: ignore[misc]
 
     def result(self) -> DeviceSpeed:
         """What came out, once all slices have run."""
-        few, many = self._steps[_FEW_LAYERS], self._steps[_MANY_LAYERS]
-        per_layer = max(0.0, (many - few) / (_MANY_LAYERS - _FEW_LAYERS))
+        per_layer = max(0.0, median(_layer_seconds(*each) for each in self._narrow_pairs()))
+        per_step = max(0.0, median(_step_seconds(*each) for each in self._narrow_pairs()))
+        rates = {}
+        for name, times in self._times.items():
+            fixed = per_step + times.num_layers * per_layer
+            computing = max(times.prefill_seconds - fixed, _LEAST_SHARE * times.prefill_seconds)
+            flops = 2 * times.prefill_rows * times.num_layers * times.layer_parameters
+            rates[name] = Rates(
+                stream_bytes_per_second=times.num_layers * times.layer_bytes / times.read_seconds,
+                flops_per_second=flops / computing,
+            )
         return DeviceSpeed(
-            rates=dict(self._rates),
-            layer_overhead_seconds=per_layer,
-            step_overhead_seconds=max(0.0, few - _FEW_LAYERS * per_layer),
+            rates=rates, layer_overhead_seconds=per_layer, step_overhead_seconds=per_step
         )
 
-    def _time_steps(self, num_layers: int) -> None:
-        if num_layers not in self._stages:
-            self._stages[num_layers] = TrialStage(num_layers, device=self._device)
-        seconds = self._time(self._stages[num_layers].step, seconds=_STEP_SECONDS)
-        self._steps[num_layers] = min(seconds, self._steps.get(num_layers, math.inf))
+    def _make_narrow(self, num_layers: int) -> None:
+        stage = self._narrow[num_layers] = TrialStage(num_layers, device=self._device)
+        stage.decode()
+        self._flush()
 
-    @torch.inference_mode()
-    def _make_layers(self, dtype: torch.dtype) -> None:
-        self._layers = []
-        count = max(1, self._num_elements * 4 // dtype.itemsize // (_IN * _OUT))
-        is_packed = can_pack(self._device) and dtype in PACKABLE_DTYPES
-        for _ in range(count):
-            linear = nn.Linear(_IN, _OUT, bias=False, device="meta", dtype=dtype)
-            # Written to, or all would be read from one page of zeros.
-            weight = torch.full((_OUT, _IN), 0.01, dtype=dtype, device=self._device)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            self._layers.append(PackedLinear(linear) if is_packed else linear)
+    def _time_narrow(self, num_layers: int) -> None:
+        self._steps[num_layers].append(self._time(self._narrow[num_layers].decode))
 
-    @torch.inference_mode()
-    def _time_stream(self, dtype: torch.dtype) -> None:
-        row = torch.full((1, _IN), 0.5, dtype=dtype, device=self._device)
+    def _make_wide(self, dtype: torch.dtype) -> None:
+        hidden_size, num_layers = wide_size(self._weight_bytes, element_bytes=dtype.itemsize)
+        self._wide = TrialStage(
+            num_layers, device=self._device, hidden_size=hidden_size, dtype=dtype
+        )
+        self._wide.decode()
+        self._reads, self._prefills = [], []
+        self._flush()
 
-        def read_all() -> None:
-            for layer in self._layers:
-                layer(row)
+    def _time_decode(self) -> None:
+        seconds = self._time(self._stage.decode)
+        few, many = self._narrow_pairs()[-1]
+        fixed = _step_seconds(few, many) + self._stage.num_layers * _layer_seconds(few, many)
+        self._reads.append(max(seconds - fixed, _LEAST_SHARE * seconds))
 
-        self._stream_seconds = self._time(read_all, seconds=_RATE_SECONDS)
+    def _choose_rows(self) -> None:
+        """Fewer where many take too long, as in a dtype that the device has no units for."""
+        seconds = self._time(lambda: self._stage.prefill(_FEW_ROWS))
+        fits = seconds * _MANY_ROWS / _FEW_ROWS <= 2 * _SLICE_SECONDS
+        self._rows = _MANY_ROWS if fits else _FEW_ROWS
 
-    @torch.inference_mode()
-    def _time_flops(self, name: str, dtype: torch.dtype) -> None:
-        rows = torch.full((_MANY_ROWS, _IN), 0.5, dtype=dtype, device=self._device)
-        layer = self._layers[0]
-        seconds = self._time(lambda: layer(rows), seconds=_RATE_SECONDS)
-        num_bytes = len(self._layers) * _IN * _OUT * dtype.itemsize
-        self._layers = []
-        self._rates[name] = Rates(
-            stream_bytes_per_second=num_bytes / self._stream_seconds,
-            flops_per_second=2 * _MANY_ROWS * _IN * _OUT / seconds,
+    def _time_prefill(self) -> None:
+        self._prefills.append(self._time(lambda: self._stage.prefill(self._rows)))
+
+    def _end_wide(self, name: str, dtype: torch.dtype) -> None:
+        stage, self._wide = self._stage, None
+        self._times[name] = _WideTimes(
+            num_layers=stage.num_layers,
+            layer_parameters=stage.layer_parameters,
+            layer_bytes=stage.layer_parameters * dtype.itemsize,
+            read_seconds=median(self._reads),
+            prefill_seconds=median(self._prefills),
+            prefill_rows=self._rows,
         )
 
-    def _time(self, function: Callable[[], object], *, seconds: float) -> float:
-        """Lower quartile of the seconds that a call takes, in about so many seconds."""
+    def _narrow_pairs(self) -> list[tuple[float, float]]:
+        """Seconds of steps of few and of many layers that followed each other."""
+        return list(zip(self._steps[_FEW_LAYERS], self._steps[_MANY_LAYERS], strict=True))
+
+    @property
+    def _stage(self) -> TrialStage:
+        assert self._wide is not None, "slices run in order"
+        return self._wide
+
+    def _time(self, function: Callable[[], object]) -> float:
+        """Seconds that a call takes; the caches are emptied after it."""
+        started = time.perf_counter()
         function()
-        self._wait()
-        taken: list[float] = []
-        while sum(taken) < seconds or len(taken) < _MIN_RUNS:
-            started = time.perf_counter()
-            function()
-            self._wait()
-            taken.append(time.perf_counter() - started)
-            if sum(taken) > _MOST_TIMES * seconds:
-                break
-        return sorted(taken)[len(taken) // 4]
+        wait_for(self._device)
+        seconds = time.perf_counter() - started
+        self._flush()
+        return seconds
 
-    def _wait(self) -> None:
-        """Until an accelerator has done what it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
+    def _flush(self) -> None:
+        """Empty the caches, as a stage of another process does when its turn comes."""
+        if self._other is None:
+            self._other = OtherMemory(self._device, num_bytes=self._flushed_bytes)
+        self._other.read()
+
+    def _drop_flushed(self) -> None:
+        self._other = None
+
+
+def _layer_seconds(few: float, many: float) -> float:
+    """What a layer adds, from steps of narrow stages of few and of many."""
+    return (many - few) / (_MANY_LAYERS - _FEW_LAYERS)
+
+
+def _step_seconds(few: float, many: float) -> float:
+    """What a step takes without layers."""
+    return few - _FEW_LAYERS * _layer_seconds(few, many)
+
+
+def wide_size(weight_bytes: int, *, element_bytes: int) -> tuple[int, int]:
+    """The width and layers of a stage that fills so much memory: wide layers rather than many."""
+    layer_bytes = [matrix_parameters(width) * element_bytes for width in _WIDTHS]
+    index = next((i for i, size in enumerate(layer_bytes) if 2 * size <= weight_bytes), -1)
+    num_layers = weight_bytes // layer_bytes[index]
+    return _WIDTHS[index], min(max(1, num_layers), _MOST_WIDE_LAYERS)

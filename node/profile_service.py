@@ -77,13 +77,15 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
         self, peer: profile_pb2.ProbePeer, *, seconds: float, max_bytes: int
     ) -> profile_pb2.LinkProfile:
         try:
-            link = await probe_link(
-                peer.address,
-                node_id=peer.node_id,
-                token=self._token,
-                timeout_seconds=seconds,
-                max_bytes=max_bytes,
-            )
+            with self._profiler.turns() as take_turn:
+                link = await probe_link(
+                    peer.address,
+                    node_id=peer.node_id,
+                    token=self._token,
+                    timeout_seconds=seconds,
+                    max_bytes=max_bytes,
+                    take_turn=take_turn,
+                )
         except ConfigError:
             raise
         except StagemeshError as error:
@@ -112,13 +114,17 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
         yield profile_pb2.ProbeAck(accepted=True)
         assembler = TensorAssembler(max_bytes=MAX_PROBE_BYTES)
         received = 0
-        while (frame := await self._next(frames)) is not None:
-            received += len(frame.part.data)
-            if received > _MAX_STREAM_BYTES:
-                raise CapacityExceeded(f"a probe sends at most {_MAX_STREAM_BYTES} bytes")
-            tensor = assembler.add(frame.part)
-            if tensor is not None:
-                yield profile_pb2.ProbeAck(received_bytes=tensor.numel())
+        with self._profiler.turns() as take_turn:
+            while (frame := await self._next(frames)) is not None:
+                received += len(frame.part.data)
+                if received > _MAX_STREAM_BYTES:
+                    raise CapacityExceeded(f"a probe sends at most {_MAX_STREAM_BYTES} bytes")
+                tensor = assembler.add(frame.part)
+                if tensor is not None:
+                    turn = await take_turn()
+                    yield profile_pb2.ProbeAck(
+                        received_bytes=tensor.numel(), turn_seconds=turn.seconds
+                    )
 
     async def _next(
         self, frames: AsyncIterator[profile_pb2.ProbeFrame]

@@ -6,6 +6,7 @@ serves is measured in its pauses; if there are none before the deadline, the old
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,10 @@ from node.device import DeviceMemory, read_memory
 from node.executor import ComputeThread
 from node.free_memory import give_back_freed_memory
 from node.host_turn import host_turn
-from node.measure import DeviceSpeed, Slice, SpeedMeasurement
-from stagemesh.errors import CapacityExceeded, NotReady
+from node.measure import PAUSE_SECONDS, DeviceSpeed, Slice, SpeedMeasurement
+from node.other_memory import OtherMemory
+from stagemesh.errors import CapacityExceeded, NotReady, UnsupportedModel
+from stagemesh.rpc.probe import TakeTurn, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ DEFAULT_TIMEOUT_SECONDS = 30.0
 _IDLE_SECONDS = 0.2
 _MEMORY_SHARE = 0.25
 _LEAST_WEIGHT_BYTES = 2**20
-_MOST_WEIGHT_BYTES = 96 * 2**20
+_MOST_WEIGHT_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +107,23 @@ class Profiler:
                 f"the node had no pause to be measured in within {timeout_seconds:g} s; its last "
                 "profile stays"
             ) from None
-        except (RuntimeError, MemoryError) as error:  # what torch raises on a device that is full
+        except (RuntimeError, MemoryError, UnsupportedModel) as error:  # how a full device fails
             raise CapacityExceeded(f"measuring {self._device} failed: {error}") from error
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[TakeTurn]:
+        """Turns of a stage that has nothing to compute, for probes of links."""
+        kept: list[OtherMemory] = []
+
+        def turn() -> Turn:
+            begun = time.perf_counter()
+            if not kept:
+                kept.append(OtherMemory(self._device))
+            kept[0].read()
+            return Turn(begun=begun, ended=time.perf_counter())
+
+        yield lambda: self._compute.run(turn)
+        kept.clear()
 
     async def _measure(self) -> Profile:
         started = time.monotonic()
@@ -133,6 +151,8 @@ class Profiler:
 
     async def _run(self, slices: Iterator[Slice]) -> None:
         for each in slices:
+            # The thread falls asleep meanwhile, as it does between the steps of a pipeline.
+            await asyncio.sleep(PAUSE_SECONDS)
             await self._wait_idle()
             await self._compute.run(each)
 

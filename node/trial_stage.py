@@ -1,4 +1,4 @@
-"""A stage of a tiny random model, to measure what steps take whatever the model's size."""
+"""A stage of a small random model, to measure what steps take in the engine that serves."""
 
 import torch
 from torch import nn
@@ -6,59 +6,111 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stagemesh.inference import attention
 from stagemesh.inference.stage_engine import StageEngine
+from stagemesh.models.buffers import materialize_buffers
 from stagemesh.models.builder import StageModel
 from stagemesh.models.packed_linear import can_pack, pack_linears
 from stagemesh.steps import SamplingParams, Segment, Step
 
 _KV_LIMIT_BYTES = 2**26
-_HIDDEN, _HEADS, _KV_HEADS, _VOCAB = 64, 4, 2, 256
+_VOCAB = 64
+_MOST_HEAD_DIM = 64
+_HEADS_PER_KV_HEAD = 2
+_MLP_PARTS, _HIDDEN_PARTS = 8, 3
+"""The MLP is 8/3 as wide as the model, as in Llama."""
+_WEIGHT = 0.01
+_DECODED, _PROMPTED = 1, 2
 
 
 class TrialStage:
-    """Decodes one token per call, through the same engine that serves.
+    """Runs steps of one session through the same engine that serves.
 
     Args:
-        num_layers: layers of the model, whose arithmetic is negligible.
+        num_layers: layers of the model.
         device: where to run.
+        hidden_size: width of the model, a multiple of 48; at 48 its arithmetic is negligible.
+        dtype: run dtype.
     """
 
-    def __init__(self, num_layers: int, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        device: torch.device,
+        hidden_size: int = 48,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         attention.register()
+        self.layer_parameters = matrix_parameters(hidden_size)
+        self.num_layers = num_layers
         self._engine = StageEngine(
-            _stage_model(num_layers, device=device), kv_limit_bytes=_KV_LIMIT_BYTES
+            _stage_model(num_layers, device=device, hidden_size=hidden_size, dtype=dtype),
+            kv_limit_bytes=_KV_LIMIT_BYTES,
         )
         self._position = 0
 
-    def step(self) -> None:
-        """One decode step of one session."""
+    def decode(self) -> None:
+        """One more token of a sequence."""
+        self._run(_DECODED, num_tokens=1, start_position=self._position)
+        self._position += 1
+
+    def prefill(self, num_tokens: int) -> None:
+        """A prompt of so many tokens."""
+        self._run(_PROMPTED, num_tokens=num_tokens, start_position=0, release=(_PROMPTED,))
+
+    def _run(
+        self,
+        session_id: int,
+        *,
+        num_tokens: int,
+        start_position: int,
+        release: tuple[int, ...] = (),
+    ) -> None:
         segment = Segment(
-            session_id=1,
-            start_position=self._position,
-            num_tokens=1,
+            session_id=session_id,
+            start_position=start_position,
+            num_tokens=num_tokens,
             sampling=SamplingParams(),
         )
-        self._position += 1
-        self._engine.run(Step(step_id=0, segments=(segment,), token_ids=(1,)), None)
+        step = Step(
+            step_id=0,
+            segments=(segment,),
+            token_ids=(1,) * num_tokens,
+            release_session_ids=release,
+        )
+        self._engine.run(step, None)
 
 
-def _stage_model(num_layers: int, *, device: torch.device) -> StageModel:
+def matrix_parameters(hidden_size: int) -> int:
+    """Weights of a layer's matrices."""
+    kv_size = hidden_size // _HEADS_PER_KV_HEAD
+    mlp_size = hidden_size * _MLP_PARTS // _HIDDEN_PARTS
+    return hidden_size * (2 * hidden_size + 2 * kv_size + 3 * mlp_size)
+
+
+def _stage_model(
+    num_layers: int, *, device: torch.device, hidden_size: int, dtype: torch.dtype
+) -> StageModel:
+    head_dim = min(_MOST_HEAD_DIM, hidden_size // 4)
+    num_heads = hidden_size // head_dim
     config = AutoConfig.for_model(
         "llama",
         num_hidden_layers=num_layers,
-        hidden_size=_HIDDEN,
-        intermediate_size=2 * _HIDDEN,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KV_HEADS,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * _MLP_PARTS // _HIDDEN_PARTS,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // _HEADS_PER_KV_HEAD,
         vocab_size=_VOCAB,
         tie_word_embeddings=False,
         use_cache=False,
     )
     config._attn_implementation = attention.ATTENTION_NAME
-    # In torch's default dtype: for any other, transformers changes the whole process's default.
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=torch.get_default_dtype()
-    )
-    nn.Module.to(model, device=device, dtype=torch.float32)
+    with torch.device("meta"):
+        # In torch's default dtype: for any other, transformers changes the process's default.
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.get_default_dtype()
+        )
+    _fill(model, device=device, dtype=dtype)
+    materialize_buffers(model, device=device)
     model.train(mode=False).requires_grad_(requires_grad=False)
     if can_pack(device):
         pack_linears(model)
@@ -69,9 +121,17 @@ def _stage_model(num_layers: int, *, device: torch.device) -> StageModel:
         end_layer=num_layers,
         is_first=True,
         is_last=True,
-        dtype=torch.float32,
-        num_kv_heads=_KV_HEADS,
-        head_dim=_HIDDEN // _HEADS,
+        dtype=dtype,
+        num_kv_heads=num_heads // _HEADS_PER_KV_HEAD,
+        head_dim=head_dim,
         weight_bytes=0,
         read_bytes=0,
     )
+
+
+def _fill(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Write to all weights, or they would all be read from one page of zeros."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = torch.full(parameter.shape, _WEIGHT, dtype=dtype, device=device)
+            module.register_parameter(name, nn.Parameter(values, requires_grad=False))

@@ -5,12 +5,16 @@
     large tensor -> ack                     bytes per second, beyond that latency
 
 The frames are those that carry activations, and the peer assembles a tensor from them, so that what
-is measured is what a step will take. Bytes and time are bounded.
+is measured is what a step will take. Each small tensor follows a pause, in which threads fall
+asleep, and wherever stages compute it comes from the thread that does and goes to one, after other
+work has emptied the caches: without all that its way takes a quarter of the time. What the thread
+at the peer does in between is taken off. Bytes and time are bounded.
 """
 
 import asyncio
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,10 +35,29 @@ _CHUNK_BYTES = 2**20
 _SMALL_BYTES = 2304
 _FIRST_BULK_BYTES = 256 * 1024
 _BULK_SECONDS = 0.08
-_NUM_WARM_UPS = 3
+_PAUSE_SECONDS = 0.01
+_LEAST_SECONDS = 1e-6
+_NUM_WARM_UPS = 2
 _NUM_ROUND_TRIPS = 12
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[profile_pb2.ProbeFrame, profile_pb2.ProbeAck]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the thread that computes did between two messages; by `time.perf_counter`."""
+
+    begun: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.begun
+
+
+TakeTurn: TypeAlias = Callable[[], Awaitable[Turn]]
+"""Goes to the thread that computes, lets it do something, and comes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +77,7 @@ async def probe_link(
     token: str | None,
     timeout_seconds: float,
     max_bytes: int = DEFAULT_PROBE_BYTES,
+    take_turn: TakeTurn | None = None,
 ) -> ProbedLink:
     """Measure the way to a node.
 
@@ -63,6 +87,7 @@ async def probe_link(
         token: the cluster's token.
         timeout_seconds: for the whole probe.
         max_bytes: size of the large tensor, at most; less where the link is slow.
+        take_turn: where messages come from and go to here; None is the event loop itself.
 
     Raises:
         ConfigError: `max_bytes` is out of range.
@@ -86,7 +111,7 @@ async def probe_link(
             timeout_seconds=timeout_seconds,
         )
         async with asyncio.timeout(timeout_seconds):
-            trips = [await _round_trip(call, _SMALL_BYTES) for _ in range(_NUM_ROUND_TRIPS)]
+            trips = [await _step_round_trip(call, take_turn) for _ in range(_NUM_ROUND_TRIPS)]
             latency = statistics.median(trips[_NUM_WARM_UPS:]) / 2
             size = min(max_bytes, _FIRST_BULK_BYTES)
             rate = _rate(size, await _round_trip(call, size), latency)
@@ -102,9 +127,24 @@ async def probe_link(
     return ProbedLink(latency_seconds=latency, bytes_per_second=rate)
 
 
+async def _step_round_trip(call: _Call, take_turn: TakeTurn | None) -> float:
+    """Seconds of a small tensor's way there and back, as a step meets it."""
+    await asyncio.sleep(_PAUSE_SECONDS)
+    started = time.perf_counter() if take_turn is None else (await take_turn()).ended
+    ack = await _exchange(call, _SMALL_BYTES)
+    ended = time.perf_counter() if take_turn is None else (await take_turn()).begun
+    return max(0.0, ended - started - ack.turn_seconds)
+
+
 async def _round_trip(call: _Call, num_bytes: int) -> float:
     """Seconds from the first frame of a tensor of so many bytes to its acknowledgement."""
     started = time.perf_counter()
+    ack = await _exchange(call, num_bytes)
+    return max(0.0, time.perf_counter() - started - ack.turn_seconds)
+
+
+async def _exchange(call: _Call, num_bytes: int) -> profile_pb2.ProbeAck:
+    """Send a tensor of so many bytes and wait until it is acknowledged."""
     for offset in range(0, num_bytes, _CHUNK_BYTES):
         part = tensor_pb2.TensorPart(
             offset=offset, data=bytes(min(_CHUNK_BYTES, num_bytes - offset))
@@ -119,9 +159,9 @@ async def _round_trip(call: _Call, num_bytes: int) -> float:
     ack = await call.read()
     if not isinstance(ack, profile_pb2.ProbeAck) or ack.received_bytes != num_bytes:
         raise ProtocolError(f"a probe of {num_bytes} bytes was not acknowledged")
-    return time.perf_counter() - started
+    return ack
 
 
 def _rate(num_bytes: int, round_trip: float, latency: float) -> float:
     """Bytes per second, without the time that even a small message takes."""
-    return num_bytes / max(round_trip - 2 * latency, 0.05 * round_trip)
+    return num_bytes / max(round_trip - 2 * latency, 0.05 * round_trip, _LEAST_SECONDS)

@@ -1,7 +1,8 @@
 """Nodes and links of a real cluster: measured, shown, planned with; and probes that misbehave."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,20 +11,29 @@ import pytest
 
 from coordinator.commands.status import fetch_status
 from coordinator.profile_messages import cluster_profile
+from node.profile_service import PROFILE_SERVICE_NAME, ProfileServicer
 from stagemesh.errors import ConfigError, PeerLost, ProtocolError, StagemeshError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
-from stagemesh.rpc.probe import MAX_PROBE_BYTES, probe_link
+from stagemesh.rpc.probe import MAX_PROBE_BYTES, TakeTurn, Turn, probe_link
+from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.status import from_rpc_error
 from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, profile_pb2, profile_pb2_grpc
 from stagemesh.rpc.v1 import tensor_pb2 as tensors
 from tests.cluster.asking import until
-from tests.support.cluster import Cluster, start_cluster, tiny_model
+from tests.support.cluster import FAST_LIMITS, Cluster, start_cluster, tiny_model
 
 
 @contextlib.asynccontextmanager
 async def measured(folder: Path, **options) -> AsyncGenerator[Cluster, None]:
-    settings = {"node_settings": {"measure": True}, "objective": "latency", **options}
+    # On a busy machine nodes that take turns need longer than a cluster waits by default.
+    limits = replace(FAST_LIMITS, measure_seconds=25.0)
+    settings = {
+        "node_settings": {"measure": True},
+        "objective": "latency",
+        "limits": limits,
+        **options,
+    }
     async with start_cluster(tiny_model(folder), **settings) as cluster:
         yield cluster
 
@@ -197,3 +207,30 @@ async def test_hostile_probes_are_refused(tmp_path: Path, frames, words) -> None
 async def iter_frames(frames):
     for frame in frames:
         yield frame
+
+
+class Busy:
+    """A profiler whose turns say to take so long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[TakeTurn]:
+        async def take_turn() -> Turn:
+            return Turn(begun=0.0, ended=self.seconds)
+
+        yield take_turn
+
+
+@pytest.mark.parametrize(("seconds", "is_seen"), [(0.0, True), (3600.0, False)])
+async def test_what_the_peer_computes_is_not_the_links(seconds: float, is_seen: bool) -> None:
+    service = Service(
+        name=PROFILE_SERVICE_NAME,
+        servicer=ProfileServicer(node_id="it", profiler=Busy(seconds), token=None),
+        add=profile_pb2_grpc.add_ProfileServiceServicer_to_server,
+    )
+    async with RpcServer("127.0.0.1:0", services=[service]) as server:
+        link = await probe_link(server.address, node_id="it", token=None, timeout_seconds=10)
+    # An hour is more than any way here takes, so nothing of it would be left.
+    assert (link.latency_seconds > 0) == is_seen

@@ -267,17 +267,21 @@ class ProbeAck(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    TURN_SECONDS_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     received_bytes: _builtins.int
+    turn_seconds: _builtins.float
+    """Of the time until this was sent, what the peer's compute thread took for itself."""
     def __init__(
         self,
         *,
         accepted: _builtins.bool = ...,
         received_bytes: _builtins.int = ...,
+        turn_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "received_bytes", b"received_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "received_bytes", b"received_bytes", "turn_seconds", b"turn_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
