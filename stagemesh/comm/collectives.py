@@ -24,10 +24,16 @@ from stagemesh.errors import CollectiveMismatch, ProtocolError
 
 _PHASES_PER_CALL = 4
 _AGREE = 0
+"""The phase that a call begins with."""
 FIRST, SECOND = 1, 2
 """Phases after the agreement."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def first_tag(sequence: int) -> int:
+    """Tag of the agreement of a group's collective with that number."""
+    return MAX_USER_TAG + 1 + sequence * _PHASES_PER_CALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,7 @@ class CollectiveCall:
     transport: Transport
     names: RankNames
     envelope: Envelope
-    """Says what was called; its tag is set per phase."""
+    """Says what was called. Its tag is that of the agreement; later phases have others."""
     waiting: WaitingRanks
     direct_bytes: int
     """What a rank has for a peer travels in the agreement up to this size. Equal on all ranks."""
@@ -66,7 +72,7 @@ class CollectiveCall:
 
     def tag(self, phase: int) -> int:
         """Tag of a phase of this call; no other call of the group has it."""
-        return MAX_USER_TAG + 1 + self.envelope.sequence * _PHASES_PER_CALL + phase
+        return first_tag(self.envelope.sequence) + phase
 
     def is_direct(self, num_bytes: int) -> bool:
         """Whether so much travels in the agreement."""
@@ -74,7 +80,8 @@ class CollectiveCall:
 
     async def send(self, peer: int, *, phase: int, tensor: torch.Tensor) -> None:
         """Send to a peer."""
-        envelope = self.envelope.with_tag(self.tag(phase))
+        tag = self.tag(phase)
+        envelope = self.envelope if self.envelope.tag == tag else self.envelope.with_tag(tag)
         with self.waiting.on(peer):
             await self.transport.send(peer, envelope=envelope, tensor=tensor)
 
@@ -140,6 +147,23 @@ async def agree(
         envelopes = {rank: told.envelope for rank, told in messages.items()} | {call.rank: own}
         compare(call, [envelopes[rank] for rank in range(call.size)])
     return contributions
+
+
+async def agree_as_pair(call: CollectiveCall, payload: torch.Tensor) -> torch.Tensor:
+    """As `agree` of two ranks that have as many bytes for each other; the other's.
+
+    The smallest collectives are bound by what is done for each message: this does the least.
+
+    Raises:
+        CollectiveMismatch, ProtocolError: see `agree`, and `CollectiveCall.check_received`.
+    """
+    peer = 1 - call.rank
+    told = (await _swap(call, {peer: payload}))[peer]
+    own = call.envelope
+    if told.envelope is not own and not _is_same(told.envelope, own):
+        compare(call, [own, told.envelope] if peer else [told.envelope, own])
+    call.check_received(peer, told.tensor, num_bytes=payload.numel())
+    return told.tensor
 
 
 async def _swap(call: CollectiveCall, outgoing: Mapping[int, torch.Tensor]) -> dict[int, Message]:

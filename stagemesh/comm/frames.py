@@ -1,6 +1,6 @@
 """Group messages to and from the frames of the Exchange stream, and reduce ops and specs too."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -11,6 +11,7 @@ import grpc.aio
 import torch
 from google.protobuf.message import DecodeError
 
+from stagemesh.comm.echo import SentMessage
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.transport import Envelope, TensorSpec
 from stagemesh.errors import GroupAborted, ProtocolError
@@ -172,15 +173,23 @@ def encode_frame(envelope: Envelope | None, chunk: Chunk) -> bytes:
     return _join_frame(head, part, chunk.data)
 
 
-def encode_message(envelope: Envelope, tensor: torch.Tensor) -> bytes:
+def encode_message(envelope: Envelope, tensor: torch.Tensor) -> tuple[bytes, SentMessage | None]:
     """The one frame of a small message. As `encode_frame` of its whole chunk, in half the time.
+
+    Returns:
+        The frame, and how to know a message that equals it up to the data, if it is of bytes.
 
     Raises:
         ConfigError: the tensor cannot travel.
     """
     check_sendable(tensor)
     part = _header_field(tensor.dtype, tuple(tensor.shape))
-    return _join_frame(_envelope_field(envelope), part, bytes_of(tensor))
+    frame = _join_frame(_envelope_field(envelope), part, bytes_of(tensor))
+    num_bytes = tensor.numel()
+    # Other types are checked, or shaped, as they are read.
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1 or not num_bytes:
+        return frame, None
+    return frame, SentMessage(frame[: len(frame) - num_bytes], num_bytes, envelope)
 
 
 def _join_frame(head: bytes, part: bytes, data: memoryview | bytes) -> bytes:
@@ -227,8 +236,15 @@ def decode_frame(message: bytes) -> Frame:
     any other is parsed whole.
 
     Raises:
-        google.protobuf.message.DecodeError: it is no frame.
+        ProtocolError: it is no frame.
     """
+    try:
+        return _decode_frame(message)
+    except DecodeError as error:
+        raise ProtocolError(f"{len(message)} bytes are no frame: {error}") from error
+
+
+def _decode_frame(message: bytes) -> Frame:
     if len(message) >= _BULK_BYTES:
         part = _last_field(message, 0, _PART_TAG[0])
         data = part and _last_field(message, part[1], _DATA_TAG[0])
@@ -280,17 +296,20 @@ def _last_field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
 
 
 def add_comm_service(servicer: comm_pb2_grpc.CommServiceServicer, server: grpc.aio.Server) -> None:
-    """Serve CommService, with frames that are decoded by `decode_frame`."""
-    exchange = grpc.stream_stream_rpc_method_handler(
-        servicer.Exchange,
-        request_deserializer=decode_frame,
-        response_serializer=comm_pb2.ExchangeAck.SerializeToString,
+    """Serve CommService, with the frames of Exchange as the bytes that they came as."""
+    exchange: grpc.RpcMethodHandler[bytes, comm_pb2.ExchangeAck] = (
+        grpc.stream_stream_rpc_method_handler(
+            servicer.Exchange,
+            request_deserializer=None,
+            response_serializer=comm_pb2.ExchangeAck.SerializeToString,
+        )
     )
-    # The first handler that knows a method takes it.
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(_SERVICE_NAME, {"Exchange": exchange}),)
-    )
+    own = {"Exchange": exchange}
+    # Of generic handlers the first that knows a method takes it, of registered ones the last. Those
+    # go before the generic ones where grpc.aio looks at them, which it did not always.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE_NAME, own),))
     comm_pb2_grpc.add_CommServiceServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(_SERVICE_NAME, own)
 
 
 def open_exchange(channel: grpc.aio.Channel) -> "ExchangeCall":
@@ -322,9 +341,17 @@ def _chunk_of(frame: Frame) -> Chunk:
 
 
 async def messages_of(
-    frames: AsyncIterable[Frame], *, max_bytes: int
+    frames: AsyncIterable[bytes],
+    *,
+    max_bytes: int,
+    sent: Callable[[], SentMessage | None] = lambda: None,
 ) -> AsyncIterator[tuple[Envelope, torch.Tensor]]:
     """The messages in a stream of frames.
+
+    Args:
+        frames: as bytes.
+        max_bytes: limit of a tensor.
+        sent: what this rank sent last to whom the frames are from.
 
     Raises:
         ProtocolError: frames are out of order or a tensor is wrong.
@@ -333,7 +360,14 @@ async def messages_of(
     """
     assembler = TensorAssembler(max_bytes=max_bytes)
     envelope: Envelope | None = None
-    async for frame in frames:
+    async for data in frames:
+        if envelope is None:
+            last = sent()
+            echoed = None if last is None else last.data_of(data)
+            if last is not None and echoed is not None:
+                yield last.envelope, echoed
+                continue
+        frame = decode_frame(data)
         if frame.HasField("envelope"):
             if frame.envelope.abort_cause:
                 raise GroupAborted(frame.envelope.abort_cause[:MAX_CAUSE_CHARS])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stagemesh.comm.collectives import CollectiveCall
+from stagemesh.comm.collectives import CollectiveCall, first_tag
 from stagemesh.comm.engine import Engine, MeshEngine
 from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.raw import check_writable, flat_bytes, write
@@ -255,10 +255,11 @@ class MessageGroup:
         """A collective takes its place in the order of the calls."""
         self._runner.check_usable()
         spec = TensorSpec.of(called_with) if isinstance(called_with, torch.Tensor) else called_with
+        sequence = self._runner.next_sequence()
         envelope = Envelope(
-            tag=0,
+            tag=first_tag(sequence),
             operation=operation,
-            sequence=self._runner.next_sequence(),
+            sequence=sequence,
             reduce_op=op,
             called_with=spec,
         )

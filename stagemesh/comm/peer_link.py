@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import torch
 
+from stagemesh.comm.echo import SentMessage
 from stagemesh.comm.frames import (
     ExchangeCall,
     abort_frame,
@@ -107,6 +108,8 @@ class PeerLink:
         self._channel = channel
         self._call = call
         self._on_broken = on_broken
+        self.last_sent: SentMessage | None = None
+        """The last small message, to know its like."""
         self._broken = ""
         self._window = CreditWindow(capacity_bytes=config.capacity_bytes)
         # Frames of two tensors on one stream could not be told apart.
@@ -125,7 +128,8 @@ class PeerLink:
             await self._window.acquire(cost)
             try:
                 if num_bytes <= self._config.chunk_bytes:
-                    await self._write(encode_message(envelope, tensor))
+                    frame, self.last_sent = encode_message(envelope, tensor)
+                    await self._write(frame)
                     return
                 frames = frames_of(envelope, tensor, chunk_bytes=self._config.chunk_bytes)
                 async with contextlib.aclosing(frames):

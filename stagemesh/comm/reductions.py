@@ -21,6 +21,7 @@ from stagemesh.comm.collectives import (
     SECOND,
     CollectiveCall,
     agree,
+    agree_as_pair,
     spans,
     split_evenly,
 )
@@ -72,6 +73,11 @@ async def _reduce_to(
     raw = flat_bytes(tensor)
     is_receiver = call.rank in receivers
     if call.is_direct(raw.numel()):
+        if call.size == 2 and len(receivers) == 2:
+            theirs = await agree_as_pair(call, raw)
+            parts = [theirs, raw] if call.rank else [raw, theirs]
+            write_elements(tensor, _reduce_parts(parts, dtype=tensor.dtype, op=op))
+            return
         payloads = dict.fromkeys(receivers, raw)
         parts = await _agree_on_parts(call, payloads, num_bytes=raw.numel() if is_receiver else 0)
         check_reducible(tensor.dtype, op)

@@ -17,7 +17,7 @@ import grpc.aio
 import torch
 
 from stagemesh.comm.async_group import AsyncGroup
-from stagemesh.comm.frames import reduce_op_from_proto, spec_from_header
+from stagemesh.comm.frames import decode_frame, reduce_op_from_proto, spec_from_header
 from stagemesh.comm.grpc_transport import GrpcTransport
 from stagemesh.comm.member_record import member_from_proto
 from stagemesh.comm.peer_link import PeerAddress, names_of
@@ -234,16 +234,20 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         async for part in stream_parts(tensor):
             yield comm_pb2.CommTensor(part=part)
 
-    async def Exchange(  # noqa: N802
-        self, request_iterator: AsyncIterator[comm_pb2.ExchangeFrame], context: _Context
+    async def Exchange(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[comm_pb2.ExchangeAck]:
-        """Take another rank's messages, for as long as the group lives."""
+        """Take another rank's messages, for as long as the group lives.
+
+        Served by `add_comm_service`, which hands its frames over as bytes.
+        """
         frames = aiter(request_iterator)
         async with asyncio.timeout(self._join_wait):
             first = await anext(frames, None)
-        if first is None or not first.HasField("hello"):
+        frame = None if first is None else decode_frame(first)
+        if frame is None or not frame.HasField("hello"):
             raise ProtocolError("the first frame of an Exchange stream must be a hello")
-        hello = first.hello
+        hello = frame.hello
         check_version(hello.version, peer=f"rank {hello.source_rank} of group {hello.group_id!r}")
         member = await self._wait_joined(hello)
         group = member.group
