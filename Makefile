@@ -54,12 +54,17 @@ test: $(STAMP) ## Run all tests, the fast ones first
 	$(MAKE) --no-print-directory test-fast 2>&1 | tee "$$logs/fast" || status=1; \
 	$(MAKE) --no-print-directory test-slow 2>&1 | tee "$$logs/slow" || status=1; \
 	for part in fast slow; do \
-		printf '%s tests: %s\n' "$$part" "$$(grep -E '^(=+ )?[0-9]+ [a-z]+.* in [0-9.]+s' "$$logs/$$part" | tail -n 1 || true)"; \
+		grep -hE '^(=+ )?[0-9]+ [a-z]+.* in [0-9.]+s' "$$logs/$$part" | sed "s/^/$$part tests: /" || true; \
 	done; \
 	exit $$status
 
+# Two at a time, but those that start clusters and processes of their own, and wait for them, alone.
+ALONE := tests/cluster tests/process
 test-fast: $(STAMP) ## Run the tests that take seconds
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+	@status=0; \
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n 2 $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || status=1; \
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ALONE) $(PYTEST_ARGS) || status=1; \
+	exit $$status
 
 # pytest's status 5 says that no test was selected; a part without tests is no failure.
 test-slow: $(STAMP) ## Run the slow tests, and those that need an accelerator where there is one
