@@ -178,9 +178,7 @@ def _held_shapes(
     shapes: tuple[KVShape, ...] | None, spec: ModelSpec, group: TensorGroup | None
 ) -> tuple[KVShape, ...] | None:
     """What this rank keeps of a token; None where all layers keep what the spec says."""
-    plain = KVShape(
-        num_heads=spec.num_kv_heads, key_dim=spec.head_dim, value_dim=spec.head_dim
-    )
+    plain = KVShape(num_heads=spec.num_kv_heads, key_dim=spec.head_dim, value_dim=spec.head_dim)
     if shapes is None or set(shapes) == {plain}:
         return None
     if group is None:

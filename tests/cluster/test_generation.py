@@ -97,12 +97,12 @@ async def test_more_stages_than_layers_leave_nodes_unused(tmp_path: Path) -> Non
 
 
 async def test_a_family_that_is_refused_says_so_in_the_state_of_the_model(tmp_path: Path) -> None:
-    folder = write_byte_tokenizer(write_tiny_checkpoint(tmp_path / "m", "gpt2", vocab_size=260))
+    folder = write_byte_tokenizer(write_tiny_checkpoint(tmp_path / "m", "ctrl", vocab_size=260))
     async with start_cluster(folder, num_nodes=2, wait=False) as cluster, cluster.http() as client:
         await until(lambda: cluster.deployment.phase == "failed")
-        assert "gpt2: transformers gives no pipeline plan" in cluster.deployment.detail
+        assert "ctrl: its forward changes the activation" in cluster.deployment.detail
         body = {"model": cluster.deployment.name, "prompt": "A", "max_tokens": 1}
         response = await client.post("/v1/completions", json=body)
         assert response.status_code == 503
-        assert "gpt2" in response.json()["error"]["message"]
+        assert "ctrl" in response.json()["error"]["message"]
         assert cluster.kv_used_bytes() == cluster.num_sessions() == 0

@@ -23,6 +23,7 @@ from coordinator.planner.step_times import all_reduce_seconds
 from coordinator.planner.time_model import step_sizes
 from coordinator.planner.units import Ways
 from stagemesh.errors import ConfigError
+from stagemesh.inference import attention
 from stagemesh.model_spec import load_model_spec
 from stagemesh.models.builder import build_stage
 from tests.coordinator.planner.clusters import paper_cluster
@@ -61,13 +62,14 @@ def predicted_weights(cost: ModelCost, start: int, end: int) -> int:
 def test_a_tiny_stage_holds_what_was_predicted(tmp_path, family, config, span):
     spec = load_model_spec(write_tiny_checkpoint(tmp_path / "m", family, **config))
     cost = held_model_cost(spec, dtype="float32")
+    attention.register()
     held = build_stage(
         spec,
         start_layer=span[0],
         end_layer=span[1],
         dtype="float32",
         device=torch.device("cpu"),
-        attention="sdpa",
+        attention=attention.ATTENTION_NAME,
     ).weight_bytes
     assert predicted_weights(cost, *span) == pytest.approx(held, rel=0.02)
 
@@ -76,13 +78,14 @@ def test_a_tiny_stage_holds_what_was_predicted(tmp_path, family, config, span):
 def test_a_stage_of_the_sample_model_holds_what_was_predicted(span, dtype):
     spec = load_model_spec(SAMPLE)
     cost = held_model_cost(spec, dtype=dtype)
+    attention.register()
     held = build_stage(
         spec,
         start_layer=span[0],
         end_layer=span[1],
         dtype=dtype,
         device=torch.device("cpu"),
-        attention="sdpa",
+        attention=attention.ATTENTION_NAME,
     ).weight_bytes
     assert predicted_weights(cost, *span) == pytest.approx(held, rel=0.02)
     # Negative control: the file's own types would be far off.
