@@ -1,72 +1,23 @@
 """A `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
 A GGUF names its kind of vocabulary (tokenizer.ggml.model) and, for byte-level ones, the rule that
-cuts text before merging (tokenizer.ggml.pre), but holds neither rule. The rules below are those of
-the tokenizer.json that such a file is made from. A kind or a rule that is not listed is refused by
-name: with the wrong rule the model would answer, only worse.
+cuts text before merging (tokenizer.ggml.pre), but holds neither rule; see `cut_rules`. A kind or a
+rule that is not listed is refused by name: with the wrong rule the model would answer, only worse.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from coordinator.text.cut_rules import CUT_RULES
 from coordinator.text.metadata import gguf_array
 from coordinator.text.pieces import SPACE_MARK, Spelling
 from stagemesh.errors import CheckpointError, UnsupportedModel
 
 # Values of tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
-_LLAMA3_CUT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_CUT = _LLAMA3_CUT.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CutRule:
-    """How a byte-level vocabulary cuts text before merging."""
-
-    steps: tuple[Callable[[], pre_tokenizers.PreTokenizer], ...] = ()
-    """Cuts before the byte-level step."""
-    uses_gpt2_regex: bool = True
-    """The byte-level step also cuts as GPT-2 does."""
-    ignores_merges: bool = False
-    """A piece that is a token as a whole is taken without merging."""
-    composes_unicode: bool = False
-    """Text is brought to Unicode's composed form (NFC) first."""
-    adds_bos: bool = False
-    """Prompts start with BOS unless the file says otherwise."""
-
-
-def _single_digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Digits(individual_digits=True)
-
-
-def _cut_by(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    return lambda: pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-
-
-_GPT2 = _CutRule()
-_SMOLLM = _CutRule(steps=(_single_digits,))
-_LLAMA3 = _CutRule(
-    steps=(_cut_by(_LLAMA3_CUT),), uses_gpt2_regex=False, ignores_merges=True, adds_bos=True
-)
-_QWEN2 = _CutRule(steps=(_cut_by(_QWEN2_CUT),), uses_gpt2_regex=False, composes_unicode=True)
-_CUT_RULES: Mapping[str, _CutRule] = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _SMOLLM,
-    "starcoder": _SMOLLM,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +58,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
 
 def _byte_level(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTokenizer:
     name = str(metadata.get("tokenizer.ggml.pre", "default"))
-    rule = _CUT_RULES.get(name)
+    rule = CUT_RULES.get(name)
     if rule is None:
         raise UnsupportedModel(
-            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(_CUT_RULES))}"
+            f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(sorted(CUT_RULES))}"
         )
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if "tokenizer.ggml.merges" not in metadata:
@@ -125,7 +76,9 @@ def _byte_level(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTo
         add_prefix_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", False)),
         use_regex=rule.uses_gpt2_regex,
     )
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*(step() for step in rule.steps), byte_level])
+    before = [step() for step in rule.steps]
+    after = [step() for step in rule.later_steps]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*before, byte_level, *after])
     backend.decoder = decoders.ByteLevel()
     spelling = Spelling(kind="byte_level")
     return GgufTokenizer(backend=backend, spelling=spelling, adds_bos=rule.adds_bos)

@@ -38,6 +38,21 @@ def cut_qwen2(text: str) -> list[str]:
     return regex.findall(QWEN2_CUT, unicodedata.normalize("NFC", text))
 
 
+def cut_in_turn(text: str, patterns: Sequence[str]) -> list[str]:
+    """Each pattern cuts its matches out of what the ones before have left in one piece."""
+    pieces = [text] if text else []
+    for pattern in patterns:
+        cut: list[str] = []
+        for piece in pieces:
+            end = 0
+            for match in regex.finditer(pattern, piece):
+                cut += [piece[end : match.start()], match[0]]
+                end = match.end()
+            cut.append(piece[end:])
+        pieces = [piece for piece in cut if piece]
+    return pieces
+
+
 def bytes_to_characters() -> list[str]:
     """GPT-2's table, as its authors wrote it down."""
     kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]

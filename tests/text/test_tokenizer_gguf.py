@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from coordinator.text.cut_rules import CUT_RULES
+from coordinator.text.gguf_tokenizer import build_gguf_tokenizer
 from coordinator.text.tokenizer import Tokenizer, load_tokenizer
 from stagemesh.errors import CheckpointError, UnsupportedModel
 from tests.text import builders, reference
@@ -14,6 +18,7 @@ from tests.text import builders, reference
 MERGES = ["1 2", "12 3", "3 4", "h e", "l l", "he ll", "hell o", "\u0120 h", "\u0120 \u0120"]
 MERGES += ["\u0120h e", "\u010a \u010a", "! \u010a", "' s", "\u00c3 \u00a9"]
 WHOLE = "zebra"  # a token that no merges reach
+CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 TEXTS = st.text(st.sampled_from(" \n\r\t1234helo!'sS\u00e9e\u0301\u65e5"), max_size=14)
 
 
@@ -73,6 +78,59 @@ def test_the_rules_differ() -> None:
         if pre != "default"
     }
     assert len(set(encoded.values())) == 4
+
+
+ODD_TEXTS = (
+    "Hello world, it's 12345 o'CLOCK: don't!\n\n  x = a[0]+=1\t\r\n",
+    "   leading and trailing   ",
+    "na\u00efve caf\u00e9 \u00dcBER stra\u00dfe McDonald iPhone HTTPServer",
+    "\u4f60\u597d\u4e16\u754c 2024\u5e747\u6708 \u3053\u3093\u306b\u3061\u306f \ud55c\uad6d\uc5b4",
+    "\U0001f600\U0001f468\u200d\U0001f469 \u0627\u0644\u0639\u0631\u0628\u064a\u0629\u060c 1.5e-10",
+    'path/to//file.py --flag="x" #tag @user $5 a_b `code` <|im_end|>',
+    "",
+    "\x00\x7f\u00a0\u2028\u2009x",
+)
+
+
+@pytest.mark.parametrize("pre", sorted(set(CUT_RULES) & set(GGUF_PRE_TOKENIZER_SPLITS)))
+def test_cuts_equal_those_of_transformers(pre: str) -> None:
+    ours = build_gguf_tokenizer(byte_level_metadata(pre)).backend.pre_tokenizer
+    split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs = pre_tokenizers.Sequence([split, byte_level])
+    for text in ODD_TEXTS:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_every_rule_that_transformers_names_is_known() -> None:
+    assert set(GGUF_PRE_TOKENIZER_SPLITS) - set(CUT_RULES) <= {"jina-v5-nano"}
+
+
+# As llama.cpp writes them: patterns that cut in turn what is left whole.
+IN_TURN = {
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE, r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "command-r": (r"\p{N}", reference.GPT2_CUT),
+    "stablelm2": (reference.QWEN2_CUT,),
+    "glm4": (reference.LLAMA3_CUT,),
+    "olmo": (reference.GPT2_CUT,),
+}
+
+
+@pytest.mark.parametrize("pre", IN_TURN)
+def test_rules_that_cut_in_turn(pre: str) -> None:
+    ours = build_gguf_tokenizer(byte_level_metadata(pre)).backend.pre_tokenizer
+    table = reference.bytes_to_characters()
+    for text in ODD_TEXTS:
+        pieces = reference.cut_in_turn(text, IN_TURN[pre])
+        spelled = ["".join(table[byte] for byte in piece.encode()) for piece in pieces]
+        assert [piece for piece, _ in ours.pre_tokenize_str(text)] == spelled
 
 
 def test_whole_pieces_skip_merging_with_llama3_only() -> None:
@@ -153,7 +211,11 @@ def test_sentencepiece_bytes() -> None:
     [
         ({"tokenizer.ggml.model": "t5"}, UnsupportedModel, "'t5'"),
         ({"tokenizer.ggml.model": None}, UnsupportedModel, "None"),
-        ({"tokenizer.ggml.pre": "tekken"}, UnsupportedModel, "'tekken'"),
+        (
+            {"tokenizer.ggml.pre": "superbpe"},
+            UnsupportedModel,
+            r"'superbpe'; supported are bloom, .*",
+        ),
         ({"tokenizer.ggml.tokens": 5}, CheckpointError, "tokens must be an array, not int"),
         ({"tokenizer.chat_template": 5}, CheckpointError, "is not text"),
         ({"tokenizer.ggml.tokens": []}, CheckpointError, r"no tokenizer\.ggml\.tokens"),
