@@ -19,7 +19,7 @@ from stagemesh.models.weights import WeightReader
 from stagemesh.weight_transfer.manifest import ModelAssembler, model_parts
 from tests.support.checkpoints import tiny_model
 from tests.support.gguf_files import write_gguf
-from tests.support.stage_chain import reference_logits
+from tests.support.stage_chain import StageChain, assert_same_logits, reference_logits
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -166,3 +166,13 @@ def test_a_stack_that_is_none(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"attention\.head_count"):
         load_model_spec(path)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stages_of_a_gguf_equal_the_model(tmp_path: Path, name: str) -> None:
+    model = build(name)
+    path = write_gguf(tmp_path / "m.gguf", model)
+    num_layers = model.config.num_hidden_layers
+    tokens, logits = StageChain(path, sizes=(1, num_layers - 1)).generate(PROMPT, 2)
+    expected = reference_logits(model, PROMPT + tokens[:1])
+    assert_same_logits(logits, expected)
