@@ -87,7 +87,8 @@ def command(
         if svg is not None:
             _write(svg, plan_svg(spec.name, result, workload))
         if as_json:
-            click.echo(json.dumps(plan_report(spec.name, result, workload)))
+            shown = plan_report(spec.name, result, workload) | {"quantize": config.quantize}
+            click.echo(json.dumps(shown))
         else:
             print_plan(Console(), spec.name, result, workload)
         return 0

@@ -16,6 +16,7 @@ from stagemesh.checkpoint.low_bit import GROUP
 # 1536 x 576 and 576 x 1536 weights and 1 and 2 threads on an AVX-512 CPU.
 _INT8_ROWS = {torch.bfloat16: 8, torch.float32: 16}
 _INT4_ROWS = 128
+_INT8_VECTOR = 32
 
 _HALF_BLOCKS = (32, 16)
 """Half of the rows that a block of the 4-bit layout has, by instruction set: AVX-512, AVX2."""
@@ -90,7 +91,8 @@ class LowBitKernels:
         Shapes:
             x: [T, in]; values: int8 [out, in]; scales: bfloat16 [out]; returns [T, out].
         """
-        if x.shape[0] <= self.int8_rows:
+        # The kernel reads vectors: of a row that ends within one it would read what is behind it.
+        if x.shape[0] <= self.int8_rows and x.shape[1] % _INT8_VECTOR == 0:
             few: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
                 x.to(torch.bfloat16), values, scales
             )

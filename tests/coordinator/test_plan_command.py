@@ -57,6 +57,16 @@ def plan(tmp_path: Path, model: Path):
     return run
 
 
+def test_weights_in_few_bits_take_less(plan) -> None:
+    shown = [json.loads(plan("--json", "--quantize", mode).stdout) for mode in ("none", "int4")]
+    sizes = [
+        sum(r["memory"]["weights"] for s in p["replicas"][0]["stages"] for r in s["ranks"])
+        for p in shown
+    ]
+    assert [p["quantize"] for p in shown] == ["none", "int4"]
+    assert sizes[1] < sizes[0] / 2.5
+
+
 def test_the_table_names_stages_memory_and_limits(plan) -> None:
     done = plan()
     assert done.exit_code == 0, done.output

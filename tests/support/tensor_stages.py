@@ -51,6 +51,7 @@ def load_rank(
     layers: tuple[int, int] | None = None,
     dtype: str = "float32",
     kv_limit_bytes: int = 2**26,
+    quantize: str = "none",
 ) -> StageEngine:
     start, end = layers or (0, spec.num_layers)
     return StageEngine.load(
@@ -61,6 +62,7 @@ def load_rank(
         device=torch.device("cpu"),
         kv_limit_bytes=kv_limit_bytes,
         tensor_group=TensorGroup(group, shares) if group.size > 1 else None,
+        quantize=quantize,
     )
 
 
