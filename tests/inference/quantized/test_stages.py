@@ -2,12 +2,14 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from coordinator.model_cost import held_model_cost
 from stagemesh.checkpoint.low_bit import Role, held_form
+from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.errors import ConfigError
 from stagemesh.inference import attention
 from stagemesh.inference.stage_engine import StageEngine
@@ -30,7 +32,12 @@ from tests.support.tensor_stages import load_rank, shares_of
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89]
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 112}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "vocab_size": 112,
+}
 
 
 def build(spec: ModelSpec, quantize: str, *, span: tuple[int, int] | None = None) -> StageModel:
@@ -125,7 +132,7 @@ def test_blocks_of_a_file_are_held_as_they_are(
 def test_a_stage_answers_as_one_with_the_same_weights_in_float32(
     tmp_path: Path, family: str, quantize: str
 ) -> None:
-    extra = {"pad_token_id": 0} if family == "phi3" else {}
+    extra: dict[str, Any] = {"pad_token_id": 0} if family == "phi3" else {}
     path = write_tiny_checkpoint(tmp_path / "m", family, **SIZES, **extra)
     before = logits_of(load(load_model_spec(path), "none"), PROMPT)
     got = logits_of(load(load_model_spec(path), quantize), PROMPT)
@@ -154,7 +161,7 @@ def test_a_stage_answers_as_one_with_the_same_weights_in_float32(
 def test_what_is_planned_is_held(
     tmp_path: Path, quantize: str, span: tuple[int, int], tied: bool
 ) -> None:
-    config = {"tie_word_embeddings": True} if tied else {}
+    config: dict[str, Any] = {"tie_word_embeddings": True} if tied else {}
     if quantize == "auto":
         path = write_tiny_gguf(
             tmp_path / "m", matrix_type="Q4_1", embedding_type="Q8_0", **SIZES, **config
@@ -210,9 +217,9 @@ def test_ranks_answer_as_one_alone(
         vocab_rows=even.vocab_rows,
     )
 
-    def run(group):
+    def run(group: ProcessGroup) -> tuple[torch.Tensor, type]:
         engine = load_rank(spec, group, shares, quantize=quantize)
-        down = engine.stage.model.model.layers[0].mlp.down_proj.linear
+        down = engine.stage.model.get_submodule("model.layers.0.mlp.down_proj.linear")
         return logits_of(engine, PROMPT), type(down)
 
     with caplog.at_level(logging.INFO, logger="stagemesh.models.quantized_stage"):
