@@ -106,9 +106,7 @@ class TensorGroup:
         return int(by_rank[:, 1].min())
 
     @contextmanager
-    def aborting(
-        self, what: str, *, refusals: tuple[type[Exception], ...] = ()
-    ) -> Iterator[None]:
+    def aborting(self, what: str, *, refusals: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """End the group when the block fails: the other ranks stop waiting for this one.
 
         Args:

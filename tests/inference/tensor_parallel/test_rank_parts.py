@@ -213,7 +213,7 @@ def test_a_rank_that_fails_in_a_step_wakes_the_others(tmp_path: Path) -> None:
                 engine.run(step(3, 1, 2), None)
         else:
             start = time.monotonic()
-            with pytest.raises(GroupAborted, match="rank 1 .*failed in step 2: ZeroDivisionError"):
+            with pytest.raises(GroupAborted, match=r"rank 1 .*failed in step 2: ZeroDivisionError"):
                 engine.run(step(3, 1, 2), None)
             waited.append(time.monotonic() - start)
 
