@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears
+from stagemesh.models import packed_linear
+from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears, packable_dtypes
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="no oneDNN in this torch")
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="no on
     ("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
 )
 def test_the_same_product(rows: int, has_bias: bool, dtype: torch.dtype, limit: float) -> None:
+    if dtype not in packable_dtypes():
+        pytest.skip(f"oneDNN has no kernels for {dtype} on this processor")
     generator = torch.Generator().manual_seed(rows)
     linear = nn.Linear(37, 53, bias=has_bias).to(dtype).requires_grad_(requires_grad=False)
     linear.weight.copy_(torch.randn(53, 37, generator=generator))
@@ -62,3 +65,11 @@ def test_only_plain_linears_of_known_dtypes_are_packed() -> None:
     assert kinds == [PackedLinear, Special, nn.Linear]
     assert isinstance(module["inner"][0], PackedLinear)
     assert module["inner"][0].weight_bytes == 64
+
+
+def test_without_kernels_a_linear_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AVX-512 oneDNN refuses to pack bfloat16."""
+    monkeypatch.setattr(packed_linear, "packable_dtypes", lambda: (torch.float32,))
+    module = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    assert pack_linears(module) == 1
+    assert [type(m) for m in module] == [nn.Linear, PackedLinear]

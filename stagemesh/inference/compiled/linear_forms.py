@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stagemesh.models.packed_linear import PACKABLE_DTYPES, can_pack
+from stagemesh.models.packed_linear import can_pack, packable_dtypes
 
 ROW_COUNTS = (1, 4, 8)
 """Numbers of tokens with code of their own; a step with fewer is filled up to the next."""
@@ -103,7 +103,7 @@ _LIBRARY.define("hold(Tensor x) -> Tensor")
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """oneDNN's product: for many rows a tenth faster than `F.linear` on AMD's CPUs."""
-    if weight.dtype in PACKABLE_DTYPES and can_pack(weight.device):
+    if weight.dtype in packable_dtypes() and can_pack(weight.device):
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
     return torch.nn.functional.linear(x, weight, bias)
