@@ -225,12 +225,28 @@ async def test_files_that_differ_on_a_node_are_refused_by_its_name(tmp_path: Pat
         cluster.http() as client,
     ):
         edit_config(model, {"rope_theta": 123.0})
-        await cluster.add_node("node-1")
+        await cluster.add_node("node-1", is_streaming=False)
         await until(lambda: cluster.deployment.phase == "failed")
         message = await refusal(client)
         assert "node-1" in message
         assert "fingerprint" in message
         assert held_stages(cluster) == 0
+
+
+async def test_in_place_of_files_that_differ_a_node_takes_the_coordinators(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = endless_model(tmp_path)
+    async with (
+        start_cluster(model, num_nodes=0, min_nodes=1) as cluster,
+        cluster.http() as client,
+    ):
+        edit_config(model, {"rope_theta": 123.0})
+        await cluster.add_node("node-1")
+        await until_health(client, 200)
+        # The model is that of the plan, not that of the file which was edited since.
+        await assert_answers(client)
+        assert "give all hosts the same files" in caplog.text
 
 
 async def test_files_that_are_not_on_a_node_are_refused_by_its_name(tmp_path: Path) -> None:
