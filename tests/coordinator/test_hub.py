@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,6 +153,41 @@ def test_without_a_hub_the_cache_serves(
                 endpoint=away.endpoint,
                 answer_seconds=0.3,
             )
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_hub_that_falls_silent_is_noticed(hub: FakeHub, tmp_path: Path, answers: int) -> None:
+    """Between two questions, too; each has a deadline, and none is left to the library."""
+    kept = fetch("org/sharded", hub, tmp_path)
+    assert not any("/tree/" in asked for asked in hub.asked)
+    hub.asked.clear()
+    hub.silent_after = answers
+    for name, found in (("org/sharded", kept), ("org/single", None)):
+        start = time.monotonic()
+        arguments = {"cache": tmp_path, "endpoint": hub.endpoint, "answer_seconds": 0.3}
+        if found is not None:
+            assert fetch_model(HubName(repo=name), **arguments) == found
+        else:
+            with pytest.raises(ModelNotFound, match=r"cannot be asked .*Timeout"):
+                fetch_model(HubName(repo=name), **arguments)
+        assert time.monotonic() - start < 5.0
+        hub.asked.clear()
+
+
+def test_shards_that_are_nowhere_are_named(
+    hub: FakeHub, tmp_path: Path, repositories: dict[str, dict[str, bytes]]
+) -> None:
+    shard = "model-00002-of-00002.safetensors"
+    whole = repositories["org/sharded"]
+    hub.files = {**repositories, "org/cut": {n: d for n, d in whole.items() if n != shard}}
+    with pytest.raises(CheckpointError, match=rf"org/cut: the repository lacks {shard}, which"):
+        fetch("org/cut", hub, tmp_path)
+    # A download that was cut, and no hub since.
+    folder = fetch("org/sharded", hub, tmp_path)
+    (folder / shard).unlink()
+    hub.broken = True
+    with pytest.raises(ModelNotFound, match=rf"the cache .* lacks it: .* lacks {shard}, which"):
+        fetch("org/sharded", hub, tmp_path)
 
 
 @pytest.mark.parametrize(

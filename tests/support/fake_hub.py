@@ -21,8 +21,11 @@ class FakeHub:
     gated: frozenset[str] = frozenset()
     broken: bool = False
     """Answer everything with an internal error."""
+    silent_after: int | None = None
+    """Leave questions unanswered after so many."""
     asked: list[str] = field(default_factory=list)
     endpoint: str = ""
+    closing: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -35,6 +38,7 @@ def fake_hub(hub: FakeHub) -> Iterator[FakeHub]:
     try:
         yield hub
     finally:
+        hub.closing.set()
         server.shutdown()
         server.server_close()
         thread.join(10)
@@ -52,6 +56,10 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+            if hub.silent_after is not None and len(hub.asked) >= hub.silent_after:
+                hub.asked.append(f"{self.command} {self.path}, unanswered")
+                hub.closing.wait(30)
+                return None
             if hub.broken:
                 return self._fail(500, "")
             if parts[:2] == ["api", "models"]:
