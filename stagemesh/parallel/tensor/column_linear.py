@@ -30,7 +30,8 @@ def column_parallel_linear(
         backward    | sum of dy_i W_i | dW_0, dW_1, ... , db_i | wait |
         network                       |=== all-reduce of dx =======|
 
-    Gradients of gradients do not pass through it: autograd refuses them.
+    A backward that asks for some gradients only, as each half of a split one does, computes and
+    sends no others. Gradients of gradients do not pass through it: autograd refuses them.
 
     Shapes:
         input: x, [..., K], the same values on each rank.
@@ -61,6 +62,7 @@ class _ColumnLinear(torch.autograd.Function):
         weights = weights_and_biases[:num_layers]
         biases = weights_and_biases[num_layers:]
         ctx.process_group = process_group
+        ctx.is_there = [tensor is not None for tensor in weights_and_biases]
         ctx.save_for_backward(input, *weights)
         # An output that was not used has no gradient, rather than one of zeros to multiply with.
         ctx.set_materialize_grads(False)
@@ -75,7 +77,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         input, *weights = ctx.saved_tensors
         flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        needs_input, needs_layers = ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
+        needs_input, *needs_layers = _gradients_asked_for(ctx)
         input_grad, work = None, None
         if needs_input:
             input_grad = _input_gradient(flat, weights).view(input.shape)
@@ -92,6 +94,27 @@ class _ColumnLinear(torch.autograd.Function):
         if work is not None:
             work.wait()
         return None, input_grad, *weight_grads, *bias_grads
+
+
+def _gradients_asked_for(ctx: Any) -> list[bool]:
+    """Of the input, each weight and each bias: whether this backward wants a gradient of it.
+
+    `ctx.needs_input_grad` says what any backward could want: it is made in the forward.
+    """
+    # Only tensors among the arguments have one: neither the group nor a bias that is None.
+    nodes = iter(ctx.next_functions)
+    return [is_there and _is_asked_for(next(nodes)[0]) for is_there in (True, *ctx.is_there)]
+
+
+def _is_asked_for(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        # Not public, but what torch's own hooks on several tensors ask.
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        # A leaf that torch.autograd.grad was called for, of which the engine cannot say it.
+        return True
 
 
 def _input_gradient(
