@@ -2,7 +2,8 @@
 
     python examples/train_lm.py --launch 4 --dp 2 --pp 2 --fsdp
     torchrun --nproc-per-node 2 examples/train_lm.py --tp 2
-    python examples/train_lm.py --launch 2 --pp 2 --model smollm2-135m-instruct --steps 5
+    python examples/train_lm.py --launch 2 --pp 2 --resume --steps 400
+    python examples/train_lm.py --launch 2 --pp 2 --out tuned --model smollm2-135m-instruct
 
 The text is Python's own reference manual. The run's folder gets checkpoints that a coordinator
 serves, the history of the losses, and a picture of it. docs/training.md says more.
@@ -13,36 +14,53 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 import click
 import torch
+from click.core import ParameterSource
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
 
 from coordinator.text.gguf_tokenizer import build_gguf_tokenizer
 from coordinator.text.metadata import text_metadata
 from stagemesh.cli_support import guarded, log_options
 from stagemesh.comm.process_group import ProcessGroup
-from stagemesh.errors import ConfigError, NotReady, UnsupportedModel
-from stagemesh.model_spec import load_model_spec
+from stagemesh.errors import ConfigError, NotReady
+from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.topology import Topology
-from stagemesh.training.checkpoint_folder import latest_checkpoint
-from stagemesh.training.config import TrainConfig, check_model
+from stagemesh.training.checkpoint_folder import latest_checkpoint, read_state
+from stagemesh.training.config import Precision, TrainConfig, check_model
 from stagemesh.training.data import split_tokens
 from stagemesh.training.history import HistoryEntry
-from stagemesh.training.jobs import Job, fine_tune_job, fresh_job, small_llama
+from stagemesh.training.jobs import Job, fine_tune_job, fresh_job, resumed_job, small_llama
 from stagemesh.training.launch import (
     MEETING_VARIABLE,
     check_parent,
     describe_failures,
     join_world,
     launch_ranks,
+    local_device,
     world_size_of,
 )
 from stagemesh.training.run import RunConfig, RunResult, run_training
 
 FRESH = "fresh"
 HELD_OUT = 0.05
+
+KEPT = MappingProxyType(
+    {
+        "batch_size": "batch_size",
+        "sequence_length": "sequence_length",
+        "lr": "learning_rate",
+        "warmup": "warmup_steps",
+        "steps": "total_steps",
+        "precision": "precision",
+        "seed": "seed",
+    }
+)
+"""Flags that stay as they were where a run goes on, and how checkpoints call them."""
 
 
 @click.command()
@@ -59,7 +77,7 @@ HELD_OUT = 0.05
     show_default=True,
 )
 @click.option("--microbatches", type=int, help="Of each replica's batch; default: twice pp.")
-@click.option("--model", default=FRESH, show_default=True, help="A folder, .gguf or known name.")
+@click.option("--model", default=FRESH, show_default=True, help="Or a folder, .gguf, known name.")
 @click.option("--layers", type=int, default=4, show_default=True, help="Of a fresh model.")
 @click.option("--hidden-size", type=int, default=128, show_default=True, help="Of a fresh model.")
 @click.option("--heads", type=int, default=4, show_default=True, help="Of a fresh model.")
@@ -67,17 +85,21 @@ HELD_OUT = 0.05
 @click.option("--steps", type=int, default=300, show_default=True, help="Optimizer steps in all.")
 @click.option("--batch-size", type=int, default=16, show_default=True, help="Sequences per step.")
 @click.option("--sequence-length", type=int, default=128, show_default=True)
-@click.option("--lr", type=float, help="Default: 3e-3 for a fresh model, else 2e-5.")
+@click.option("--lr", type=float, help="Default: 3e-3 for a fresh model, 2e-5 for others.")
 @click.option("--warmup", type=int, default=20, show_default=True, help="Steps.")
 @click.option(
-    "--precision", type=click.Choice(["float32", "mixed"]), default="float32", show_default=True
+    "--precision", type=click.Choice(get_args(Precision)), default="float32", show_default=True
 )
 @click.option("--recompute", is_flag=True, help="Compute activations twice instead of holding.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--out", "run", type=click.Path(path_type=Path), default=Path("run"), show_default=True
 )
-@click.option("--resume", is_flag=True, help="Go on from the run's last checkpoint, if any.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on from the run's last checkpoint, if any, as it was trained.",
+)
 @click.option("--save-every", type=int, default=100, show_default=True, help="Steps.")
 @click.option("--keep", type=int, default=2, show_default=True, help="Checkpoints.")
 @click.option("--measure-every", type=int, default=25, show_default=True, help="Steps.")
@@ -87,15 +109,25 @@ HELD_OUT = 0.05
 @click.option("--plot/--no-plot", default=True, help="Write loss.png to the run's folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @log_options
-def main(*, launch: int | None, log_level: str, log_format: str, **flags: Any) -> None:
+@click.pass_context
+def main(
+    context: click.Context, *, launch: int | None, log_level: str, log_format: str, **flags: Any
+) -> None:
     """Train a language model on Python's reference manual."""
     is_child = MEETING_VARIABLE in os.environ
 
     def start() -> int:
         num_ranks = launch if launch and not is_child else world_size_of(os.environ)
+        resumed = latest_checkpoint(flags["run"]) if flags["resume"] else None
+        if resumed is not None:
+            keep_settings(context, flags, resumed)
         config = train_config(flags, num_ranks)
-        if flags["model"] == FRESH:
+        if resumed is not None:
+            check_model(load_model_spec(resumed).config, config)
+        elif flags["model"] == FRESH:
             check_model(fresh_model(flags), config)
+        else:
+            check_model(load_model_spec(flags["model"]).config, config)
         check_run(flags)
         if launch is not None and not is_child:
             return launch_all(launch, flags)
@@ -103,6 +135,14 @@ def main(*, launch: int | None, log_level: str, log_format: str, **flags: Any) -
 
     # What groups come and go is of no interest beside a bar.
     guarded(start, log_format=log_format, log_level="warning" if log_level == "info" else log_level)
+
+
+def keep_settings(context: click.Context, flags: dict[str, Any], checkpoint: Path) -> None:
+    """What the command line does not say is as it was when the checkpoint was written."""
+    settings = read_state(checkpoint)["settings"]
+    for flag, name in KEPT.items():
+        if name in settings and context.get_parameter_source(flag) is ParameterSource.DEFAULT:
+            flags[flag] = settings[name]
 
 
 def train_config(flags: dict[str, Any], num_ranks: int) -> TrainConfig:
@@ -116,16 +156,19 @@ def train_config(flags: dict[str, Any], num_ranks: int) -> TrainConfig:
             f"dp {dp} x pp {pp} x tp {tp} makes {topology.world_size} ranks, there are "
             f"{num_ranks}: start as many with --launch or torchrun, or change the degrees"
         )
-    fresh = flags["model"] == FRESH
-    per_replica = flags["batch_size"] // dp
+    rate, parts = flags["lr"], flags["microbatches"]
+    if rate is None:
+        rate = 3e-3 if flags["model"] == FRESH else 2e-5
+    if parts is None:
+        parts = max(1, min(2 * pp if pp > 1 else 1, flags["batch_size"] // dp))
     return TrainConfig(
         topology=topology,
         fsdp=flags["fsdp"],
         schedule=flags["schedule"],
-        num_microbatches=flags["microbatches"] or max(1, min(2 * pp if pp > 1 else 1, per_replica)),
+        num_microbatches=parts,
         batch_size=flags["batch_size"],
         sequence_length=flags["sequence_length"],
-        learning_rate=flags["lr"] or (3e-3 if fresh else 2e-5),
+        learning_rate=rate,
         warmup_steps=flags["warmup"],
         total_steps=flags["steps"],
         precision=flags["precision"],
@@ -176,10 +219,12 @@ def be_rank(flags: dict[str, Any], train: TrainConfig) -> int:
     """Train as one rank."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(flags["threads"] or max(1, (os.cpu_count() or 1) // local_ranks))
+    device = local_device(flags["device"], os.environ)
     with join_world(
         os.environ, backend=flags["backend"], timeout_seconds=flags["timeout"]
     ) as world:
-        job = make_job(world, flags)
+        resumed = latest_checkpoint(flags["run"]) if flags["resume"] else None
+        job = make_job(world, flags, resumed)
         tokens, held_out = split_tokens(job.tokens, held_out=HELD_OUT)
         config = RunConfig(
             run=flags["run"],
@@ -188,12 +233,12 @@ def be_rank(flags: dict[str, Any], train: TrainConfig) -> int:
             weights=job.weights,
             tokens=tokens,
             held_out=held_out,
-            resume=latest_checkpoint(flags["run"]) if flags["resume"] else None,
+            resume=resumed,
             save_every=flags["save_every"],
             keep=flags["keep"],
             measure_every=flags["measure_every"],
             files=job.files,
-            device=flags["device"],
+            device=str(device),
         )
         result = train_with_progress(world, config, flags)
     if world.rank == 0:
@@ -201,23 +246,34 @@ def be_rank(flags: dict[str, Any], train: TrainConfig) -> int:
     return 0
 
 
-def make_job(world: ProcessGroup, flags: dict[str, Any]) -> Job:
-    """A new model, or the one that was asked for, and the text in its tokens."""
+def make_job(world: ProcessGroup, flags: dict[str, Any], resumed: Path | None) -> Job:
+    """The model of a checkpoint, a new one, or the one asked for; and the text in its tokens."""
     run = flags["run"]
+    if resumed is not None:
+        return resumed_job(world, run=run, checkpoint=resumed)
     if flags["model"] == FRESH:
         return fresh_job(world, run=run, model=fresh_model(flags), seed=flags["seed"])
     spec = load_model_spec(flags["model"])
-    if spec.gguf_metadata is None:
-        raise UnsupportedModel("the example fine-tunes GGUF files; the library takes folders, too")
     metadata = text_metadata(spec)
     return fine_tune_job(
         world,
         run=run,
         spec=spec,
-        tokenizer=build_gguf_tokenizer(spec.gguf_metadata).backend,
-        chat_template=metadata.chat_template or "",
+        tokenizer=tokenizer_of(spec),
+        chat_template=metadata.chat_template,
         special_tokens=metadata.special_tokens,
+        adds_bos=bool(metadata.adds_bos),
     )
+
+
+def tokenizer_of(spec: ModelSpec) -> Tokenizer:
+    """The tokenizer of a model of either format."""
+    if spec.gguf_metadata is not None:
+        return build_gguf_tokenizer(spec.gguf_metadata).backend
+    path = Path(spec.path) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there, which makes tokens of the text to train on")
+    return Tokenizer.from_file(str(path))
 
 
 def train_with_progress(world: ProcessGroup, config: RunConfig, flags: dict[str, Any]) -> RunResult:
@@ -250,7 +306,8 @@ def report(result: RunResult, config: RunConfig, flags: dict[str, Any]) -> None:
     last = result.entries[-1]
     if flags["plot"]:
         plot = importlib.import_module("stagemesh.training.plot")
-        title = f"{flags['model']}, dp {config.train.topology.dp} pp {config.train.topology.pp} "
+        model = flags["model"] if config.resume is None else f"on from {config.resume.name}"
+        title = f"{model}, dp {config.train.topology.dp} pp {config.train.topology.pp} "
         title += f"tp {config.train.topology.tp}{' fsdp' if config.train.fsdp else ''}"
         plot.plot_history(result.entries, config.run / "loss.png", title=title)
     if flags["as_json"]:
@@ -261,7 +318,8 @@ def report(result: RunResult, config: RunConfig, flags: dict[str, Any]) -> None:
             held_out_loss=last.held_out_loss,
         )
         return
-    print(f"held-out loss {result.first_held_out_loss:.3f} -> {last.held_out_loss:.3f}")
+    if result.first_held_out_loss is not None:
+        print(f"held-out loss {result.first_held_out_loss:.3f} -> {last.held_out_loss:.3f}")
     print(f"serve it: coordinator up --model {result.checkpoint}")
 
 

@@ -4,7 +4,7 @@
                       the model as transformers and our coordinator load it
     optimizer-0000P-of-0000N.safetensors
                       the optimizer's state as KEY/NAME, in the shapes of the whole parameters
-    training.json     step, position in the data, files of the optimizer
+    training.json     step, position in the data, settings, files of the optimizer
     rng.safetensors   torch's random state
 
 There are as many files as pipeline ranks wrote; nothing else tells of the topology. A tied head is
@@ -183,10 +183,11 @@ def _write_rest(part: Path, training: TrainStep, position: Position) -> None:
         "num_sequences": position.num_sequences,
         "optimizer_files": sorted(path.name for path in part.glob("optimizer-*.safetensors")),
         "written_by": {"dp": topology.dp, "pp": topology.pp, "tp": topology.tp},
+        "settings": training.config.settings,
     }
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     for name, content in (
-        ("config.json", {**training.model, "dtype": "float32"}),
+        ("config.json", {**training.model, "dtype": training.config.parameter_dtype}),
         (_INDEX_NAME, index),
         (STATE_NAME, state),
     ):

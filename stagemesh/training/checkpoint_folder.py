@@ -100,6 +100,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         value = state.get(name)
         if not isinstance(value, int) or value < 0:
             raise CheckpointError(f"{checkpoint / STATE_NAME}: {name} must be a number >= 0")
+    settings = state.setdefault("settings", {})
+    if not isinstance(settings, dict) or not all(
+        isinstance(value, int | float | str) for value in settings.values()
+    ):
+        raise CheckpointError(f"{checkpoint / STATE_NAME}: settings must be numbers and words")
     return state
 
 

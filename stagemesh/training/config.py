@@ -9,7 +9,18 @@ from stagemesh.errors import ConfigError, UnsupportedModel
 from stagemesh.schedule.builders import build_schedule
 from stagemesh.topology import Topology
 
-Precision = Literal["float32", "mixed"]
+Precision = Literal["float32", "mixed", "bfloat16"]
+
+SETTINGS = (
+    "batch_size",
+    "sequence_length",
+    "learning_rate",
+    "warmup_steps",
+    "total_steps",
+    "precision",
+    "seed",
+)
+"""Names of what checkpoints say of a TrainConfig."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +51,8 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """Gradients are scaled so that their norm over all axes is at most this; None: never."""
     precision: Precision = "float32"
-    """mixed: computes in bfloat16; parameters, sums of gradients and optimizer are float32."""
+    """mixed: computes in bfloat16; parameters, sums of gradients and optimizer are float32.
+    bfloat16: they are bfloat16, too. Half the memory, but small updates are rounded away."""
     checkpoint_activations: bool = False
     """Hold only inputs of stages between forward and backward, and compute forwards twice."""
     seed: int = 0
@@ -60,6 +72,16 @@ class TrainConfig:
             raise ConfigError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
         self._check_batch()
         self._check_schedule()
+
+    @property
+    def parameter_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Of the parameters, and so of the optimizer's state and of checkpoints."""
+        return "bfloat16" if self.precision == "bfloat16" else "float32"
+
+    @property
+    def settings(self) -> dict[str, int | float | str]:
+        """What a run has to keep, under any topology, to go on as it would have."""
+        return {name: getattr(self, name) for name in SETTINGS}
 
     @property
     def stages_per_rank(self) -> int:

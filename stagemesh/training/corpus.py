@@ -18,8 +18,8 @@ END_OF_TEXT_ID = 0
 SMALLEST_VOCABULARY = 257
 """Each byte, and the end of a text."""
 
-# A base model goes on with what it is given: no roles, no marks.
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+BASE_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""A chat template for base models, which go on with what they are given: no roles, no marks."""
 
 
 def corpus_texts() -> list[str]:
@@ -52,14 +52,15 @@ def write_tokenizer(
     folder: Path,
     tokenizer: Tokenizer,
     *,
-    chat_template: str = _CHAT_TEMPLATE,
+    chat_template: str = BASE_TEMPLATE,
     bos_token: str | None = None,
     eos_token: str | None = END_OF_TEXT,
+    adds_bos: bool = False,
 ) -> list[Path]:
     """Write tokenizer.json and tokenizer_config.json, which a served model needs; their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "add_bos_token": False,
+        "add_bos_token": adds_bos,
         "bos_token": bos_token,
         "eos_token": eos_token,
         "chat_template": chat_template,

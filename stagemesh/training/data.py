@@ -49,12 +49,23 @@ class TokenBatches:
         batch = torch.stack(rows)
         return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
-    def first_batches(self, limit: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """At most so many batches of windows in the order of the text, without the odd rest."""
-        count = min(limit, self.num_windows // self._batch_size)
-        windows = [self._slice(index) for index in range(count * self._batch_size)]
-        starts = range(0, len(windows), self._batch_size)
-        batches = [torch.stack(windows[start : start + self._batch_size]) for start in starts]
+    def first_batches(
+        self, limit: int, *, multiple_of: int = 1
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """At most so many batches of windows in the order of the text, without the odd rest.
+
+        A text that is too short for a batch gives one that is smaller.
+
+        Args:
+            limit: most batches.
+            multiple_of: of which a smaller batch has a multiple of sequences; with fewer there is
+                no batch.
+        """
+        size = min(self._batch_size, self.num_windows // multiple_of * multiple_of)
+        count = min(limit, self.num_windows // size) if size else 0
+        windows = [self._slice(index) for index in range(count * size)]
+        starts = range(0, len(windows), max(1, size))
+        batches = [torch.stack(windows[start : start + size]) for start in starts]
         return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches]
 
     def _window(self, position: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What a training starts with: a model, its weights, a text in its tokens, files to serve it by."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from stagemesh.checkpoint.json_file import read_json_object
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.errors import ConfigError
-from stagemesh.model_spec import ModelSpec
+from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.parallel.fsdp.checkpoint import together
 from stagemesh.training.corpus import (
+    BASE_TEMPLATE,
     END_OF_TEXT_ID,
     corpus_texts,
     encode_texts,
@@ -104,8 +107,9 @@ def fine_tune_job(
     run: Path,
     spec: ModelSpec,
     tokenizer: Tokenizer,
-    chat_template: str,
+    chat_template: str | None,
     special_tokens: Mapping[str, str],
+    adds_bos: bool,
 ) -> Job:
     """A model that there is, to be trained on with the corpus. Collective.
 
@@ -114,8 +118,9 @@ def fine_tune_job(
         run: folder that all ranks see; the tokenizer is put there.
         spec: the model.
         tokenizer: its own.
-        chat_template: its own, so that the result serves as it does.
+        chat_template: its own, so that the result serves as it does; None for a base model.
         special_tokens: "bos_token" and "eos_token", as far as it has them.
+        adds_bos: its prompts begin with the first of them.
 
     Raises:
         UnsupportedModel: see FileWeights.
@@ -126,9 +131,10 @@ def fine_tune_job(
         write_tokenizer(
             run,
             tokenizer,
-            chat_template=chat_template,
+            chat_template=chat_template or BASE_TEMPLATE,
             bos_token=special_tokens.get("bos_token"),
             eos_token=special_tokens.get("eos_token"),
+            adds_bos=adds_bos,
         )
 
     together(world, f"{run}: no tokenizer", make if world.rank == 0 else None)
@@ -138,4 +144,35 @@ def fine_tune_job(
         weights=FileWeights(spec),
         tokens=encode_texts(tokenizer, corpus_texts(), end_id=end_id),
         files=tokenizer_files(run),
+    )
+
+
+def resumed_job(world: ProcessGroup, *, run: Path, checkpoint: Path) -> Job:
+    """A checkpoint's model, and the corpus in the tokens of its tokenizer. Collective.
+
+    Args:
+        world: all ranks.
+        run: folder that all ranks see; the tokenizer is put there.
+        checkpoint: of this run, or another.
+
+    Raises:
+        CheckpointError: on all ranks, if it has no tokenizer.
+    """
+    spec = load_model_spec(checkpoint)
+    vocabulary, settings = tokenizer_files(run)
+
+    def make() -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        for path in (vocabulary, settings):
+            shutil.copyfile(checkpoint / path.name, path)
+
+    together(world, f"{checkpoint}: no tokenizer", make if world.rank == 0 else None)
+    tokenizer = Tokenizer.from_file(str(vocabulary))
+    end = read_json_object(settings).get("eos_token")
+    end_id = tokenizer.token_to_id(end) if isinstance(end, str) else None
+    return Job(
+        model=spec.config,
+        weights=FileWeights(spec),
+        tokens=encode_texts(tokenizer, corpus_texts(), end_id=end_id),
+        files=[vocabulary, settings],
     )

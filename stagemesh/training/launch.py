@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from stagemesh.comm.backends import Backend, GroupConfig, init_process_group
 from stagemesh.comm.local_hub import LocalHub
 from stagemesh.comm.process_group import ProcessGroup
@@ -135,6 +137,27 @@ def world_size_of(environ: Mapping[str, str]) -> int:
     if not text.isdecimal():
         raise ConfigError(f"WORLD_SIZE must be a number, got {text!r}")
     return int(text)
+
+
+def local_device(device: str, environ: Mapping[str, str]) -> torch.device:
+    """Where this rank computes: of "cuda" without a number, the ranks of a host take one each.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is none that torch knows: {error}") from error
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count()
+    index = found.index
+    if index is None:
+        index = int(environ.get("LOCAL_RANK", "0"))
+    if index >= count:
+        raise ConfigError(f"there is no device cuda:{index} here: torch sees {count} of them")
+    return torch.device("cuda", index)
 
 
 def check_parent(environ: Mapping[str, str]) -> None:

@@ -112,7 +112,7 @@ class Replica:
             read: gives what there is for the parameter of a name.
         """
         own = {
-            name: {key: self._cut(shard, value) for key, value in read(name).items()}
+            name: {key: self._own_state(shard, value) for key, value in read(name).items()}
             for name, shard in self._shards.items()
         }
         if isinstance(self.module, Fsdp):
@@ -154,7 +154,10 @@ class Replica:
             return value if self._tp.rank == 0 else None
         return gather_tensor(value, shard=shard, process_group=self._tp, dst=0)
 
-    def _cut(self, shard: TensorShard | None, value: torch.Tensor) -> torch.Tensor:
-        if shard is None or not value.dim():
+    def _own_state(self, shard: TensorShard | None, value: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a whole tensor of the optimizer; of single numbers itself."""
+        if not value.dim():
             return value
-        return shard.view_on(self._tp.rank, full=value)
+        own = value if shard is None else shard.view_on(self._tp.rank, full=value)
+        # A run may have gone on in another precision than that of its parameters before.
+        return own.to(next(self.module.parameters()).dtype)

@@ -44,7 +44,7 @@ class RunConfig:
     tokens: torch.Tensor
     """[N], to train on."""
     held_out: torch.Tensor | None = None
-    """[M], to measure with."""
+    """[M], to measure with; too short for a batch, it makes a smaller one."""
     resume: Path | None = None
     """A checkpoint to go on from; its model and weights are taken."""
     save_every: int = 100
@@ -71,7 +71,7 @@ class RunResult:
     checkpoint: Path
     """The last one."""
     first_held_out_loss: float | None
-    """Before the first step of this process."""
+    """Before the first step of this process; None where nothing is held out, or too little."""
     entries: Sequence[HistoryEntry]
     """All steps; only on rank 0."""
 
@@ -127,7 +127,9 @@ class _Loop:
         self._batches = self._cut(config.tokens)
         self._held_out: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
         if config.held_out is not None:
-            self._held_out = self._cut(config.held_out).first_batches(_HELD_OUT_BATCHES)
+            self._held_out = self._cut(config.held_out).first_batches(
+                _HELD_OUT_BATCHES, multiple_of=train.topology.dp
+            )
         self._history: History | None = None
         if training.mesh.world.rank == 0:
             self._history = History(config.run / HISTORY_NAME, num_steps=position.step)

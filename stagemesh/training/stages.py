@@ -48,7 +48,7 @@ def build_stages(
     counts = even_counts(model["num_hidden_layers"], num_stages=config.num_stages)
     stages = split_llama(whole, counts=counts)[mesh.pp.rank :: mesh.pp.size]
     for stage in stages:
-        _fill(stage, weights)
+        _fill(stage, weights, dtype=getattr(torch, config.parameter_dtype))
         stage.model.rotary_emb = LlamaRotaryEmbedding(whole.config)
         names = {name for name, _ in stage.named_modules(remove_duplicate=False)}
         rules = {name: rule for name, rule in plan.items() if name in names}
@@ -76,11 +76,11 @@ def _on_meta(model: Mapping[str, Any]) -> Any:
     return whole.train()
 
 
-def _fill(stage: nn.Module, weights: WeightSource) -> None:
+def _fill(stage: nn.Module, weights: WeightSource, *, dtype: torch.dtype) -> None:
     """Give the stage's parameters memory and values; tied ones stay one."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
-            made[id(parameter)] = nn.Parameter(weights.read(name, tuple(parameter.shape)))
+            made[id(parameter)] = nn.Parameter(weights.read(name, tuple(parameter.shape)).to(dtype))
         owner, _, attribute = name.rpartition(".")
         setattr(stage.get_submodule(owner), attribute, made[id(parameter)])

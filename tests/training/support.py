@@ -91,10 +91,11 @@ def train_alone(
     num_steps: int = 20,
     config: TrainConfig | None = None,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    dtype: torch.dtype = torch.float32,
 ) -> Trained:
     """Plain PyTorch and transformers: nothing of ours but the learning rate's formula."""
     config = config or make_config()
-    whole = whole_model(model)
+    whole = whole_model(model).to(dtype)
     optimizer = make_optimizer(whole.parameters())
     found = Trained()
 

@@ -141,6 +141,17 @@ def test_with_an_untied_head_interleaving_and_momentum(
     assert_undisturbed(losses, model=MODEL, optimizer=sgd)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_run_in_bfloat16_goes_on_so_or_in_float32(precision: str, tmp_path: Path) -> None:
+    write_half(tmp_path, config_of((1, 2, 1, False), precision="bfloat16"))
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert load_model_spec(checkpoint).config["dtype"] == "bfloat16"
+    losses = finish(tmp_path, config_of((2, 1, 1, True), precision=precision))
+    alone = train_alone(TIED, num_steps=WHOLE, make_optimizer=adamw, dtype=torch.bfloat16)
+    assert losses == pytest.approx(alone.losses[HALF:], rel=0.03)
+
+
 def test_without_the_optimizers_state_it_is_another_run(tmp_path: Path) -> None:
     """Negative control: a loader that forgot the moments would be seen."""
     write_half(tmp_path, make_config())

@@ -111,6 +111,26 @@ def test_mixed_precision_follows_float32(dp: int, pp: int, tp: int, fsdp: bool) 
 
 
 @pytest.mark.parametrize(
+    ("dp", "pp", "tp", "fsdp", "backend"),
+    [(2, 1, 1, True, "grpc"), (1, 1, 2, False, "local"), (1, 2, 1, False, "gloo")],
+)
+def test_bfloat16_follows_one_process_in_bfloat16(
+    dp: int, pp: int, tp: int, fsdp: bool, backend: str
+) -> None:
+    # Parameters are rounded to 8 bits in each step, so ways part further than in mixed precision.
+    config = make_config(dp, pp, tp, fsdp=fsdp, precision="bfloat16")
+    ranks = run_ranks(
+        dp * pp * tp,
+        lambda world: train_on(world, TIED, config, num_steps=8),
+        backend=backend,
+    )
+    assert all(value.dtype == torch.bfloat16 for rank in ranks for value in rank.weights.values())
+    assert_same(ranks, train_alone(TIED, num_steps=8, dtype=torch.bfloat16), relative=0.05)
+    with pytest.raises(AssertionError):
+        assert_same(ranks, train_alone(TIED, num_steps=8))
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {"batch_size": 4},  # half of the data

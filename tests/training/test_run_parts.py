@@ -39,8 +39,10 @@ from tests.support.checkpoints import tiny_model, write_model
 from tests.training.support import MODEL, make_config
 
 
-def batches(num_tokens: int = 101, *, seed: int = 0) -> TokenBatches:
-    return TokenBatches(torch.arange(num_tokens), sequence_length=10, batch_size=4, seed=seed)
+def batches(num_tokens: int = 101, *, seed: int = 0, batch_size: int = 4) -> TokenBatches:
+    return TokenBatches(
+        torch.arange(num_tokens), sequence_length=10, batch_size=batch_size, seed=seed
+    )
 
 
 def test_an_epoch_has_each_window_once_and_targets_are_the_next_tokens() -> None:
@@ -84,12 +86,18 @@ def test_too_few_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="10 tokens are too few for one sequence of 10"):
         batches(10)
     assert batches(11).num_windows == 1
-    assert batches(11).first_batches(3) == []
+    assert [len(inputs) for inputs, _ in batches(11).first_batches(3)] == [1]
 
 
 def test_measured_batches_are_whole_and_in_the_order_of_the_text() -> None:
     found = batches().first_batches(5)
     assert [inputs[:, 0].tolist() for inputs, _ in found] == [[0, 10, 20, 30], [40, 50, 60, 70]]
+    # Ten windows are too few for a batch of 32, so there is one of as many as dp divides.
+    sizes = [
+        [len(inputs) for inputs, _ in batches(batch_size=32).first_batches(5, multiple_of=dp)]
+        for dp in (1, 2, 4, 16)
+    ]
+    assert sizes == [[10], [10], [8], []]
     first, rest = split_tokens(torch.arange(100), held_out=0.05)
     assert (first.tolist()[-1], rest.tolist()) == (94, [95, 96, 97, 98, 99])
 
