@@ -113,10 +113,10 @@ class Rank:
 
         async def there_and_back(tensor: torch.Tensor) -> None:
             if self._rank == 0:
-                await group.send(tensor, peer=peer)
-            await group.recv(tensor, peer=peer)
+                await group.send(tensor, dst=peer)
+            await group.recv(tensor, src=peer)
             if self._rank == 1:
-                await group.send(tensor, peer=peer)
+                await group.send(tensor, dst=peer)
 
         return all_reduce if request.operation == "all_reduce" else there_and_back
 

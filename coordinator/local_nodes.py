@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import Self
 import psutil
 
 from stagemesh.errors import ConfigError, NotReady
+from stagemesh.private_folder import PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class LocalNodes:
         self._token = token
         self._mqtt_url = mqtt_url
         self.processes: dict[str, asyncio.subprocess.Process] = {}
-        self._logs = tempfile.TemporaryDirectory(prefix="stagemesh-")
+        self._logs = PrivateFolder.make()
 
     async def __aenter__(self) -> Self:
         try:
@@ -106,7 +106,7 @@ class LocalNodes:
 
     def log_path(self, node_id: str) -> Path:
         """File with what a node printed."""
-        return Path(self._logs.name) / f"{node_id}.log"
+        return self._logs.path / f"{node_id}.log"
 
     async def watch(self) -> None:
         """Return never; raise when a child ends.
@@ -145,7 +145,7 @@ class LocalNodes:
                 logger.warning("node did not stop in time", extra={"child_pid": process.pid})
                 process.kill()
                 await process.wait()
-        self._logs.cleanup()
+        self._logs.remove()
 
     async def __aexit__(
         self,

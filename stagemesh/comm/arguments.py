@@ -27,6 +27,16 @@ def check_tensor(tensor: torch.Tensor, *, name: str = "tensor", is_written: bool
         check_writable(tensor, name=name)
 
 
+def check_out(tensor: torch.Tensor, out: torch.Tensor | None) -> None:
+    """Refuse a place for the result, `out` or else the tensor, that cannot take it."""
+    check_tensor(tensor, is_written=out is None)
+    if out is None:
+        return
+    if TensorSpec.of(out) != TensorSpec.of(tensor):
+        raise ConfigError(f"out must be {TensorSpec.of(tensor)}, got {TensorSpec.of(out)}")
+    check_tensor(out, name="out", is_written=True)
+
+
 def check_list(
     tensors: Sequence[torch.Tensor],
     *,

@@ -22,11 +22,13 @@ from stagemesh.comm.arguments import (
     check_absent,
     check_list,
     check_one_dtype,
+    check_out,
     check_root,
     check_tensor,
     rows_per_rank,
     split_rows,
 )
+from stagemesh.comm.large_copies import copy_first
 from stagemesh.comm.message_group import MessageGroup
 from stagemesh.comm.raw import empty_like
 from stagemesh.comm.reduce import ReduceOp
@@ -79,23 +81,29 @@ class AsyncGroup(MessageGroup):
         tensor: torch.Tensor,
         *,
         op: ReduceOp = ReduceOp.SUM,
+        out: torch.Tensor | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """Reduce a tensor over all ranks, in place; returns it.
+        """Reduce a tensor over all ranks, in place or into `out`; returns the result.
 
         Every rank gets the same bits. What each dtype does: see stagemesh.comm.reduce (sum of bool
         is "or"; avg of integers is refused). Moves (small) (R - 1) N; (large) 2 (R - 1) / R N.
 
         Shapes:
             tensor: any, the same on each rank.
+            out: as the tensor, which is then left alone; after a failure `out` equals it.
 
         Raises:
             ConfigError: the dtype does not support the op; on each rank.
         """
-        check_tensor(tensor, is_written=True)
+        check_out(tensor, out)
         call = self._begin("all_reduce", tensor, op=op, timeout=timeout)
-        await self._finish(call, self._engine.all_reduce(call, tensor, op=op))
-        return tensor
+        if out is None:
+            await self._finish(call, self._engine.all_reduce(call, tensor, op=op))
+            return tensor
+        work = copy_first(tensor, out, lambda: self._engine.all_reduce(call, out, op=op))
+        await self._finish(call, work)
+        return out
 
     async def reduce(
         self,
@@ -103,17 +111,25 @@ class AsyncGroup(MessageGroup):
         *,
         dst: int,
         op: ReduceOp = ReduceOp.SUM,
+        out: torch.Tensor | None = None,
         timeout: float | None = None,
     ) -> torch.Tensor:
-        """As `all_reduce`, in place on rank `dst` only; the others' tensors are left alone.
+        """As `all_reduce`, on rank `dst` only; the others' tensors, and `out`, are left alone.
 
         Moves (small) N, but nothing on dst; (large) N, and (R - 1) / R N on dst.
         """
         check_root(dst, name="dst", size=self.size)
-        check_tensor(tensor, is_written=self.rank == dst)
+        if self.rank == dst:
+            check_out(tensor, out)
+        else:
+            check_tensor(tensor)
         call = self._begin(f"reduce[dst={dst}]", tensor, op=op, timeout=timeout)
-        await self._finish(call, self._engine.reduce(call, tensor, op=op, dst=dst))
-        return tensor
+        if out is None or self.rank != dst:
+            await self._finish(call, self._engine.reduce(call, tensor, op=op, dst=dst))
+            return tensor
+        work = copy_first(tensor, out, lambda: self._engine.reduce(call, out, op=op, dst=dst))
+        await self._finish(call, work)
+        return out
 
     async def reduce_scatter(
         self,

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.comm_loop import CommLoop
+from stagemesh.comm.message_group import DEFAULT_DIRECT_BYTES, DEFAULT_MESSAGE_BYTES
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.work import Work
 from stagemesh.errors import ConfigError, NotReady, StagemeshError
@@ -29,6 +30,8 @@ class GroupOpener(Protocol):
         members: Sequence[PeerAddress],
         incarnation: int,
         timeout_seconds: float,
+        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
     ) -> AsyncGroup:
         """Make this process a rank of a group."""
 
@@ -140,6 +143,8 @@ class BlockingGroup:
                 members=members,
                 incarnation=self.incarnation,
                 timeout_seconds=seconds,
+                direct_bytes=self._group.direct_bytes,
+                chunk_bytes=self._group.chunk_bytes,
             ),
             timeout=seconds + _LOOP_MARGIN_SECONDS,
         )

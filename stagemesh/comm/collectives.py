@@ -47,7 +47,7 @@ class CollectiveCall:
     """Says what was called. Its tag is that of the agreement; later phases have others."""
     waiting: WaitingRanks
     direct_bytes: int
-    """What a rank has for a peer travels in the agreement up to this size. Equal on all ranks."""
+    """Up to this size tensors travel in the agreement; see `is_direct`. Equal on all ranks."""
     chunk_bytes: int
     """Message size of what is larger. Equal on all ranks."""
     seconds: float
@@ -74,9 +74,14 @@ class CollectiveCall:
         """Tag of a phase of this call; no other call of the group has it."""
         return first_tag(self.envelope.sequence) + phase
 
-    def is_direct(self, num_bytes: int) -> bool:
-        """Whether so much travels in the agreement."""
-        return num_bytes <= self.direct_bytes
+    def is_direct(self, num_bytes: int, *, num_copies: int = 1) -> bool:
+        """Whether so much travels in the agreement.
+
+        Args:
+            num_bytes: what a rank has for a peer.
+            num_copies: to how many peers the same goes, where in pieces each rank would send less.
+        """
+        return num_bytes * num_copies <= self.direct_bytes
 
     async def send(self, peer: int, *, phase: int, tensor: torch.Tensor) -> None:
         """Send to a peer."""

@@ -14,6 +14,7 @@ from typing import Self
 
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.frames import add_comm_service
+from stagemesh.comm.message_group import DEFAULT_DIRECT_BYTES, DEFAULT_MESSAGE_BYTES
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.service import COMM_SERVICE_NAME, CommServicer
 from stagemesh.errors import ConfigError
@@ -111,6 +112,8 @@ class CommEndpoint:
         members: Sequence[PeerAddress],
         incarnation: int,
         timeout_seconds: float,
+        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
     ) -> AsyncGroup:
         """Make this process a rank of a group: see `CommServicer.open_group`."""
         return await self._servicer.open_group(
@@ -119,6 +122,8 @@ class CommEndpoint:
             members=members,
             incarnation=incarnation,
             timeout_seconds=timeout_seconds,
+            direct_bytes=direct_bytes,
+            chunk_bytes=chunk_bytes,
         )
 
     async def leave_group(self, group: AsyncGroup) -> None:

@@ -22,6 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.gloo_transport import GlooTransport
 from stagemesh.comm.gloo_wire import GlooWire, translated
+from stagemesh.comm.message_group import DEFAULT_DIRECT_BYTES, DEFAULT_MESSAGE_BYTES
 from stagemesh.comm.nccl_wire import connect_nccl
 from stagemesh.comm.peer_link import PeerAddress, names_of
 from stagemesh.comm.rank_names import RankNames
@@ -130,8 +131,12 @@ class GlooOpener:
         incarnation: int,
         timeout_seconds: float,
         rank_names: Sequence[str] | None = None,
+        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
     ) -> AsyncGroup:
         """Connect to all ranks of a group, once they are all here.
+
+        Torch chooses the sizes of its messages: `direct_bytes` and `chunk_bytes` change nothing.
 
         Raises:
             CollectiveTimeout: ranks do not come; names them.
@@ -170,6 +175,8 @@ class GlooOpener:
                 reduce_in_place=self._reduce_in_place,
             ),
             rank_names=names,
+            direct_bytes=direct_bytes,
+            chunk_bytes=chunk_bytes,
         )
 
     async def leave_group(self, group: AsyncGroup) -> None:

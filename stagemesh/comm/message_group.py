@@ -10,8 +10,9 @@ import torch
 
 from stagemesh.comm.collectives import CollectiveCall, first_tag
 from stagemesh.comm.engine import Engine, MeshEngine
+from stagemesh.comm.large_copies import write_result
 from stagemesh.comm.rank_names import RankNames
-from stagemesh.comm.raw import check_writable, flat_bytes, write
+from stagemesh.comm.raw import check_writable, flat_bytes
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.comm.runner import OperationRunner
 from stagemesh.comm.tasks import WaitingRanks
@@ -20,7 +21,8 @@ from stagemesh.errors import CollectiveMismatch, ConfigError
 from stagemesh.rpc.codec import check_sendable
 
 DEFAULT_DIRECT_BYTES = 256 * 1024
-"""Up to this size what a rank has for another travels in the agreement: one hop."""
+"""Up to this size what a rank has for another travels in the agreement: one hop. Of an all_reduce
+or broadcast, which give the same to all ranks, all copies together count."""
 
 DEFAULT_MESSAGE_BYTES = 2 * 2**20
 """Size of the messages of what is larger; at 1 MiB an all-reduce of 64 MB took more CPU time."""
@@ -29,6 +31,18 @@ DEFAULT_MESSAGE_BYTES = 2 * 2**20
 _LOOK_AGAIN_SECONDS = 0.02
 
 _ResultT = TypeVar("_ResultT")
+
+
+def check_sizes(*, direct_bytes: int, chunk_bytes: int) -> None:
+    """Refuse sizes that no group can have.
+
+    Raises:
+        ConfigError: one is too small.
+    """
+    if direct_bytes < 0 or chunk_bytes < 1:
+        raise ConfigError(
+            f"direct_bytes must be >= 0 and chunk_bytes >= 1, got {direct_bytes}, {chunk_bytes}"
+        )
 
 
 class MessageGroup:
@@ -51,7 +65,8 @@ class MessageGroup:
             transport: this rank's end; it carries rank, size and incarnation.
             group_id: the name in errors.
             timeout_seconds: deadline of every operation that sets none of its own.
-            direct_bytes: what is larger does not travel in the agreement. Equal on all ranks.
+            direct_bytes: what is larger does not travel in the agreement (DEFAULT_DIRECT_BYTES says
+                what counts); 0 for nothing. Equal on all ranks.
             chunk_bytes: message size of what is larger. Equal on all ranks.
             engine: carries out the operations; without one our own algorithms over the transport.
             rank_names: who the ranks are, for errors; without, "rank 0", "rank 1", ...
@@ -61,10 +76,7 @@ class MessageGroup:
         """
         if not 0 < timeout_seconds < math.inf:
             raise ConfigError(f"timeout_seconds must be positive, got {timeout_seconds}")
-        if direct_bytes < 0 or chunk_bytes < 1:
-            raise ConfigError(
-                f"direct_bytes must be >= 0 and chunk_bytes >= 1, got {direct_bytes}, {chunk_bytes}"
-            )
+        check_sizes(direct_bytes=direct_bytes, chunk_bytes=chunk_bytes)
         self._transport = transport
         self._engine: Engine = MeshEngine(transport) if engine is None else engine
         self._direct_bytes = direct_bytes
@@ -102,47 +114,57 @@ class MessageGroup:
         return self._runner.timeout_seconds
 
     @property
+    def direct_bytes(self) -> int:
+        """Up to this size tensors travel in the agreement."""
+        return self._direct_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the messages of larger ones."""
+        return self._chunk_bytes
+
+    @property
     def is_over(self) -> bool:
         """Whether it was aborted or broken: every later operation raises."""
         return self._runner.is_over
 
     async def send(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
+        self, tensor: torch.Tensor, *, dst: int, tag: int = 0, timeout: float | None = None
     ) -> None:
         """Send a tensor to a rank. Its memory may be reused when this returns. Moves N."""
-        self._check_peer(peer, tag)
+        self._check_peer(dst, tag, name="dst")
         check_sendable(tensor)
         waiting = WaitingRanks()
-        work = self._engine.send(tensor, peer=peer, tag=tag, waiting=waiting)
-        await self._run_message(f"send to {self._runner.names.of(peer)}", work, waiting, timeout)
+        work = self._engine.send(tensor, peer=dst, tag=tag, waiting=waiting)
+        await self._run_message(f"send to {self._runner.names.of(dst)}", work, waiting, timeout)
 
     async def recv(
         self,
         tensor: torch.Tensor,
         *,
-        peer: int | None = None,
+        src: int | None = None,
         tag: int = 0,
         timeout: float | None = None,
     ) -> int:
-        """Receive into a tensor of the dtype and shape that the peer sends; returns its rank.
+        """Receive into a tensor of the dtype and shape that `src` sends; returns the sender.
 
-        Without a peer from any: what arrives first with the tag. A tensor that does not fit is
+        Without `src` from any: what arrives first with the tag. A tensor that does not fit is
         dropped, and the buffer stays as it was, so that the next send and receive match again.
 
         Raises:
             CollectiveMismatch: it does not fit; naming both dtypes and shapes.
-            PeerLost: the peer is lost; without a peer, all others are.
+            PeerLost: `src` is lost; without one, all others are.
         """
         check_writable(tensor, name="tensor")
         expected = TensorSpec.of(tensor)
-        source, received = await self._receive(peer, tag, expected, timeout)
-        write(tensor, [flat_bytes(received)])
+        source, received = await self._receive(src, tag, expected, timeout)
+        await write_result(tensor, [flat_bytes(received)])
         return source
 
     async def recv_tensor(
         self,
         *,
-        peer: int | None = None,
+        src: int | None = None,
         tag: int = 0,
         expected: TensorSpec | None = None,
         timeout: float | None = None,
@@ -152,7 +174,7 @@ class MessageGroup:
         Raises:
             CollectiveMismatch, PeerLost: see `recv`.
         """
-        return (await self._receive(peer, tag, expected, timeout))[1]
+        return (await self._receive(src, tag, expected, timeout))[1]
 
     async def recv_any(
         self,
@@ -206,13 +228,13 @@ class MessageGroup:
         await self._engine.close()
 
     async def _receive(
-        self, peer: int | None, tag: int, expected: TensorSpec | None, timeout: float | None
+        self, src: int | None, tag: int, expected: TensorSpec | None, timeout: float | None
     ) -> tuple[int, torch.Tensor]:
-        self._check_peer(peer, tag)
-        who = "any rank" if peer is None else self._runner.names.of(peer)
+        self._check_peer(src, tag, name="src")
+        who = "any rank" if src is None else self._runner.names.of(src)
         operation = f"recv from {who}"
         waiting = WaitingRanks()
-        work = self._engine.receive(peer=peer, tag=tag, waiting=waiting)
+        work = self._engine.receive(peer=src, tag=tag, waiting=waiting)
         source, tensor = await self._run_message(operation, work, waiting, timeout)
         if expected is not None and TensorSpec.of(tensor) != expected:
             raise CollectiveMismatch(
@@ -232,13 +254,13 @@ class MessageGroup:
         run = self._runner.run_collective if can_break else self._runner.run
         return await run(operation, work, waiting=waiting, timeout=timeout)
 
-    def _check_peer(self, peer: int | None, tag: int) -> None:
+    def _check_peer(self, peer: int | None, tag: int, *, name: str) -> None:
         self._runner.check_usable()
         if peer is None and self.size == 1:
             raise ConfigError("a group of one rank has nobody to receive from")
         if peer is not None and (not 0 <= peer < self.size or peer == self.rank):
             raise ConfigError(
-                f"peer must be another rank in [0, {self.size}), got {peer} on rank {self.rank}"
+                f"{name} must be another rank in [0, {self.size}), got {peer} on rank {self.rank}"
             )
         if not 0 <= tag <= MAX_USER_TAG:
             raise ConfigError(f"tag must be in [0, {MAX_USER_TAG}], got {tag}")

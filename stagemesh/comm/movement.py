@@ -4,8 +4,9 @@ exchange     each rank has bytes for some ranks and expects bytes of some: all_g
              all), gather (for dst), scatter (from src), all_to_all. Small ones ride in the
              agreement, larger ones follow in chunks, straight to where they belong; this is the
              least that can move.
-broadcast    small: src sends the whole tensor in the agreement. Large: src cuts it in R - 1 pieces,
-             and the ranks pass on what they get while the rest still arrives:
+broadcast    small: src sends the whole tensor in the agreement, as long as its R - 1 copies are
+             small. Large: src cuts it in R - 1 pieces, and the ranks pass on what they get while
+             the rest still arrives:
 
                  src ----- piece 0 -----> rank a --\\
                      ----- piece 1 -----> rank b <-/  each chunk, as soon as it is there
@@ -29,8 +30,9 @@ from stagemesh.comm.collectives import (
     spans,
     split_evenly,
 )
+from stagemesh.comm.large_copies import flatten_all, run_copy, write_result
 from stagemesh.comm.layouts import check_layouts, pack, unpack
-from stagemesh.comm.raw import flat_bytes, shaped, write
+from stagemesh.comm.raw import shaped, write
 from stagemesh.comm.tasks import run_together
 from stagemesh.comm.transport import TensorSpec
 
@@ -46,8 +48,8 @@ async def broadcast(call: CollectiveCall, tensor: torch.Tensor, *, src: int) -> 
     """Put the tensor of rank `src` into those of all ranks."""
     num_bytes = tensor.numel() * tensor.element_size()
     is_source = call.rank == src
-    raw = flat_bytes(tensor) if is_source else torch.empty(0, dtype=torch.uint8)
-    if call.is_direct(num_bytes):
+    [raw] = await flatten_all([tensor] if is_source else [torch.empty(0, dtype=torch.uint8)])
+    if call.is_direct(num_bytes, num_copies=call.size - 1):
         told = await agree(call, payloads=dict.fromkeys(call.peers, raw))
         chunks: _Chunks = [told[src].payload]
         if not is_source:
@@ -62,7 +64,7 @@ async def broadcast(call: CollectiveCall, tensor: torch.Tensor, *, src: int) -> 
         else:
             chunks = await _relay(call, num_bytes=num_bytes, src=src, helpers=helpers)
     if not is_source:
-        write(tensor, chunks)
+        await write_result(tensor, chunks)
 
 
 async def _relay(
@@ -101,31 +103,31 @@ async def all_gather(
     call: CollectiveCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
 ) -> None:
     """Put the tensor of rank r into `outputs[r]` of each rank."""
-    raw = flat_bytes(tensor)
+    [raw] = await flatten_all([tensor])
     outgoing = dict.fromkeys(range(call.size), raw)
     received = await _move(call, outgoing, incoming=dict.fromkeys(outgoing, raw.numel()))
-    _write_all(outputs, received, own=call.rank)
+    await _write_all(outputs, received, own=call.rank)
 
 
 async def gather(
     call: CollectiveCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, dst: int
 ) -> None:
     """Put the tensor of rank r into `outputs[r]` of rank `dst`; other ranks have no outputs."""
-    raw = flat_bytes(tensor)
+    [raw] = await flatten_all([tensor])
     incoming = dict.fromkeys(range(call.size), raw.numel()) if call.rank == dst else {}
     received = await _move(call, {dst: raw}, incoming=incoming)
     if call.rank == dst:
-        _write_all(outputs, received, own=call.rank)
+        await _write_all(outputs, received, own=call.rank)
 
 
 async def scatter(
     call: CollectiveCall, output: torch.Tensor, inputs: Sequence[torch.Tensor], *, src: int
 ) -> None:
     """Put `inputs[r]` of rank `src` into the output of rank r; other ranks have no inputs."""
-    outgoing = {rank: flat_bytes(tensor) for rank, tensor in enumerate(inputs)}
+    outgoing = dict(enumerate(await flatten_all(inputs)))
     incoming = {src: output.numel() * output.element_size()}
     received = await _move(call, outgoing, incoming=incoming)
-    write(output, received[src])
+    await write_result(output, received[src])
 
 
 async def all_to_all(
@@ -137,7 +139,7 @@ async def all_to_all(
     of the bytes that ride in the agreement; all ranks compare them all.
     """
     layout = [tuple(tensor.shape) for tensor in (*inputs, *outputs)]
-    outgoing = {rank: flat_bytes(tensor) for rank, tensor in enumerate(inputs)}
+    outgoing = dict(enumerate(await flatten_all(inputs)))
     payloads = {
         rank: pack(layout, raw if call.is_direct(raw.numel()) else raw[:0])
         for rank, raw in outgoing.items()
@@ -148,14 +150,14 @@ async def all_to_all(
     sizes = {rank: output.numel() * output.element_size() for rank, output in enumerate(outputs)}
     direct = {rank: raw for rank, (_, raw) in enumerate(unpacked)}
     received = await _complete(call, outgoing, incoming=sizes, direct=direct)
-    _write_all(outputs, received, own=call.rank)
+    await _write_all(outputs, received, own=call.rank)
 
 
 async def gather_variable(
     call: CollectiveCall, tensor: torch.Tensor, *, receivers: Sequence[int]
 ) -> list[torch.Tensor] | None:
     """The tensors of all ranks on each receiver; only their first dim may differ."""
-    raw = flat_bytes(tensor)
+    [raw] = await flatten_all([tensor])
     outgoing = dict.fromkeys(receivers, raw)
     told = await agree(call, payloads=_direct_ones(call, outgoing))
     specs = [(rank, _spec_of(contribution)) for rank, contribution in enumerate(told)]
@@ -166,8 +168,12 @@ async def gather_variable(
     received = await _complete(call, outgoing, incoming=incoming, direct=direct)
     if call.rank not in receivers:
         return None
-    received[call.rank] = [raw.clone()]
-    return [shaped(received[rank], dtype=spec.dtype, shape=spec.shape) for rank, spec in specs]
+
+    def join() -> list[torch.Tensor]:
+        received[call.rank] = [raw.clone()]
+        return [shaped(received[rank], dtype=spec.dtype, shape=spec.shape) for rank, spec in specs]
+
+    return await run_copy(join, num_bytes=sum(incoming.values()))
 
 
 async def _move(
@@ -210,14 +216,18 @@ async def _complete(
     return received
 
 
-def _write_all(
+async def _write_all(
     outputs: Sequence[torch.Tensor], received: Mapping[int, _Chunks], *, own: int
 ) -> None:
-    # An output may lie in the memory of this rank's own input (all_gather into a buffer of which
-    # the input is a part), which the other writes would then change before it is read.
-    kept = [chunk.clone() for chunk in received[own]]
-    for rank, output in enumerate(outputs):
-        write(output, kept if rank == own else received[rank])
+    def write_all() -> None:
+        # An output may lie in the memory of this rank's own input (all_gather into a buffer of
+        # which the input is a part), which the other writes would then change before it is read.
+        kept = [chunk.clone() for chunk in received[own]]
+        for rank, output in enumerate(outputs):
+            write(output, kept if rank == own else received[rank])
+
+    num_bytes = sum(output.numel() * output.element_size() for output in outputs)
+    await run_copy(write_all, num_bytes=num_bytes)
 
 
 def _spec_of(contribution: Contribution) -> TensorSpec:

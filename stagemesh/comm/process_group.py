@@ -28,51 +28,51 @@ class ProcessGroup(BlockingGroup):
     """One rank's view of a group, blocking. Thread-safe."""
 
     def send(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
+        self, tensor: torch.Tensor, *, dst: int, tag: int = 0, timeout: float | None = None
     ) -> None:
         """Send a tensor to a rank."""
-        self.isend(tensor, peer=peer, tag=tag, timeout=timeout).wait()
+        self.isend(tensor, dst=dst, tag=tag, timeout=timeout).wait()
 
     def recv(
         self,
         tensor: torch.Tensor,
         *,
-        peer: int | None = None,
+        src: int | None = None,
         tag: int = 0,
         timeout: float | None = None,
     ) -> int:
-        """Receive into a tensor, without a peer from any rank; gives the rank that sent it."""
-        return self.irecv(tensor, peer=peer, tag=tag, timeout=timeout).wait()
+        """Receive into a tensor, without `src` from any rank; gives the rank that sent it."""
+        return self.irecv(tensor, src=src, tag=tag, timeout=timeout).wait()
 
     def isend(
-        self, tensor: torch.Tensor, *, peer: int, tag: int = 0, timeout: float | None = None
+        self, tensor: torch.Tensor, *, dst: int, tag: int = 0, timeout: float | None = None
     ) -> Work[None]:
         """Begin to send a tensor to a rank."""
-        call = self._group.send(tensor, peer=peer, tag=tag, timeout=timeout)
+        call = self._group.send(tensor, dst=dst, tag=tag, timeout=timeout)
         return self._start("send", call, timeout=timeout)
 
     def irecv(
         self,
         tensor: torch.Tensor,
         *,
-        peer: int | None = None,
+        src: int | None = None,
         tag: int = 0,
         timeout: float | None = None,
     ) -> Work[int]:
         """Begin to receive into a tensor; the Work gives the rank that sent it."""
-        call = self._group.recv(tensor, peer=peer, tag=tag, timeout=timeout)
+        call = self._group.recv(tensor, src=src, tag=tag, timeout=timeout)
         return self._start("recv", call, timeout=timeout)
 
     def recv_tensor(
         self,
         *,
-        peer: int | None = None,
+        src: int | None = None,
         tag: int = 0,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Receive a tensor of any dtype and shape, without a peer from any rank."""
-        call = self._group.recv_tensor(peer=peer, tag=tag, timeout=timeout)
+        """Receive a tensor of any dtype and shape, without `src` from any rank."""
+        call = self._group.recv_tensor(src=src, tag=tag, timeout=timeout)
         return self._call("recv", call, timeout=timeout, async_op=async_op)
 
     def recv_any(
@@ -87,11 +87,12 @@ class ProcessGroup(BlockingGroup):
         tensor: torch.Tensor,
         *,
         op: ReduceOp = ReduceOp.SUM,
+        out: torch.Tensor | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce a tensor over all ranks, in place; gives it."""
-        call = self._group.all_reduce(tensor, op=op, timeout=timeout)
+        """Reduce a tensor over all ranks, in place or into `out`; gives the result."""
+        call = self._group.all_reduce(tensor, op=op, out=out, timeout=timeout)
         return self._call("all_reduce", call, timeout=timeout, async_op=async_op)
 
     def broadcast(
@@ -112,11 +113,12 @@ class ProcessGroup(BlockingGroup):
         *,
         dst: int,
         op: ReduceOp = ReduceOp.SUM,
+        out: torch.Tensor | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce a tensor over all ranks, in place on `dst` only; gives it."""
-        call = self._group.reduce(tensor, dst=dst, op=op, timeout=timeout)
+        """`all_reduce` on `dst` only, in place or into `out`; gives the result."""
+        call = self._group.reduce(tensor, dst=dst, op=op, out=out, timeout=timeout)
         return self._call("reduce", call, timeout=timeout, async_op=async_op)
 
     def reduce_scatter(

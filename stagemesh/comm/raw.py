@@ -3,6 +3,7 @@
 The bytes of bool tensors keep the dtype bool, so that the codec goes on refusing any but 0 and 1.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,9 +51,13 @@ def own_copy(tensor: torch.Tensor, *, keep_device: bool = False) -> torch.Tensor
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of that dtype and shape, on the CPU, with whatever it holds."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    raw = torch.empty(num_bytes, dtype=raw_dtype(tensor.dtype))
-    return raw.view(tensor.dtype).reshape(tensor.shape)
+    return empty_tensor(tensor.dtype, tuple(tensor.shape))
+
+
+def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor on the CPU, with whatever it holds. Not each dtype has torch.empty."""
+    raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=raw_dtype(dtype))
+    return raw.view(dtype).reshape(shape)
 
 
 def shaped(

@@ -1,6 +1,7 @@
 """all_reduce, reduce and reduce_scatter. R is the group's size, N the bytes of the tensor.
 
-Small: every rank sends its part in the agreement, and who needs the result reduces all R parts.
+Small: every rank sends its part in the agreement, and who needs the result reduces all R parts. For
+an all_reduce the R - 1 copies that a rank sends count, so more ranks cut a tensor sooner.
 Large: rank p owns piece p of R.
 
     phase 1      every rank sends piece p to rank p; rank p reduces chunk by chunk, in rank order
@@ -25,7 +26,8 @@ from stagemesh.comm.collectives import (
     spans,
     split_evenly,
 )
-from stagemesh.comm.raw import flat_bytes, write, write_elements
+from stagemesh.comm.large_copies import flatten_all, write_result
+from stagemesh.comm.raw import flat_bytes, write_elements
 from stagemesh.comm.reduce import ReduceOp, check_reducible, reduce_in_order
 from stagemesh.comm.tasks import run_together
 
@@ -54,7 +56,7 @@ async def reduce_scatter(
     Shapes:
         inputs: R tensors, each as the output.
     """
-    pieces = [flat_bytes(tensor) for tensor in inputs]
+    pieces = await flatten_all(inputs)
     num_bytes = pieces[0].numel()
     if call.is_direct(num_bytes):
         parts = await _agree_on_parts(call, dict(enumerate(pieces)), num_bytes=num_bytes)
@@ -64,15 +66,17 @@ async def reduce_scatter(
     await agree(call)
     check_reducible(output.dtype, op)
     reduced = await _reduce_pieces(call, pieces, dtype=output.dtype, op=op, receivers=[])
-    write(output, reduced[call.rank])
+    await write_result(output, reduced[call.rank])
 
 
 async def _reduce_to(
     call: CollectiveCall, tensor: torch.Tensor, *, op: ReduceOp, receivers: Collection[int]
 ) -> None:
-    raw = flat_bytes(tensor)
+    # The usual one is small and contiguous, and pays for no coroutine.
+    raw = flat_bytes(tensor) if tensor.is_contiguous() else (await flatten_all([tensor]))[0]
     is_receiver = call.rank in receivers
-    if call.is_direct(raw.numel()):
+    num_copies = call.size - 1 if len(receivers) > 1 else 1
+    if call.is_direct(raw.numel(), num_copies=num_copies):
         if call.size == 2 and len(receivers) == 2:
             theirs = await agree_as_pair(call, raw)
             parts = [theirs, raw] if call.rank else [raw, theirs]
@@ -90,7 +94,7 @@ async def _reduce_to(
     reduced = await _reduce_pieces(call, pieces, dtype=tensor.dtype, op=op, receivers=receivers)
     if is_receiver:
         # Only now: a call that fails half-way leaves the caller's tensor as it was.
-        write(tensor, [chunk for piece in reduced for chunk in piece])
+        await write_result(tensor, [chunk for piece in reduced for chunk in piece])
 
 
 async def _agree_on_parts(

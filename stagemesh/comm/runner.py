@@ -9,7 +9,14 @@ from stagemesh.comm.deadlines import Deadlines
 from stagemesh.comm.rank_names import RankNames
 from stagemesh.comm.tasks import WaitingRanks
 from stagemesh.comm.transport import Transport
-from stagemesh.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
+from stagemesh.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommError,
+    ConfigError,
+    GroupAborted,
+    PeerLost,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +77,22 @@ class OperationRunner:
 
         Raises:
             CollectiveTimeout: naming the operation and the ranks it waits for.
-            GroupAborted: the group was aborted meanwhile.
+            PeerLost, GroupAborted: naming the operation that they ended.
         """
         seconds = self.timeout_seconds if timeout is None else timeout
         # In the caller's task: tasks of their own for the work, the deadline and the abort would
         # cost a small collective more than its message does.
         limit = self._deadlines.limit(seconds)
         try:
-            async with limit:
-                return await work
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            self.transport.mailbox.raise_if_aborted()
+            try:
+                async with limit:
+                    return await work
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                self.transport.mailbox.raise_if_aborted()
+        except (PeerLost, GroupAborted) as error:
+            raise self._about(operation, error) from error
         ranks = waiting.ranks()
         raise CollectiveTimeout(
             f"{operation} in group {self.group_id} timed out on "
@@ -107,6 +117,14 @@ class OperationRunner:
             # Cancellation counts: the other ranks went on without this one.
             self._broken = self._broken or f"{type(error).__name__}: {error}"
             raise
+
+    def _about(self, operation: str, error: PeerLost | GroupAborted) -> CommError:
+        """The same error, of an operation; who raises it knows of messages only."""
+        own = self.names.of(self.transport.rank)
+        text = f"{operation} in group {self.group_id} failed on {own}: {error}"
+        if isinstance(error, PeerLost):
+            return PeerLost(text, rank=error.rank, node_id=error.node_id)
+        return GroupAborted(text)
 
     async def abort(self, cause: str) -> None:
         """End the group here and, as far as they can be reached, on all ranks."""

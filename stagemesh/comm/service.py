@@ -1,9 +1,9 @@
 """CommService: the groups of one process, and the Exchange streams of the other ranks'.
 
 A process opens its own groups with `open_group`. On a node a driver does so from outside: it joins
-its rank (JoinGroup) and then sends, receives and reduces through the daemon. Tensors between ranks
-go from server to server. A group lives until it is left, a higher incarnation of it, or the end of
-the server.
+its rank (JoinGroup) and then sends, receives and calls collectives through the daemon. Tensors
+between ranks go from server to server. A group lives until it is left, a higher incarnation of it,
+or the end of the server.
 """
 
 import asyncio
@@ -14,22 +14,21 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import grpc.aio
-import torch
 
 from stagemesh.comm.async_group import AsyncGroup
+from stagemesh.comm.driver_calls import first_call, read_tensor, read_tensors, run_collective
 from stagemesh.comm.frames import decode_frame, reduce_op_from_proto, spec_from_header
 from stagemesh.comm.grpc_transport import GrpcTransport
 from stagemesh.comm.member_record import member_from_proto
+from stagemesh.comm.message_group import DEFAULT_DIRECT_BYTES, DEFAULT_MESSAGE_BYTES
 from stagemesh.comm.peer_link import PeerAddress, names_of
 from stagemesh.errors import (
-    CollectiveTimeout,
     ConfigError,
     GroupAborted,
     NotReady,
-    PeerLost,
     ProtocolError,
 )
-from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES, TensorAssembler, stream_parts
+from stagemesh.rpc.codec import DEFAULT_MAX_TENSOR_BYTES, stream_parts
 from stagemesh.rpc.convert import check_version
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
 
@@ -115,6 +114,8 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         incarnation: int,
         timeout_seconds: float,
         rank_names: Sequence[str] | None = None,
+        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        chunk_bytes: int = DEFAULT_MESSAGE_BYTES,
     ) -> AsyncGroup:
         """Make this process a rank of a group; a higher incarnation replaces the one before.
 
@@ -125,6 +126,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             incarnation: version of the group, the same on all ranks.
             timeout_seconds: deadline of every operation that sets none of its own.
             rank_names: who the ranks are in errors, where their numbers do not say it.
+            direct_bytes, chunk_bytes: see AsyncGroup; equal on all ranks.
 
         Raises:
             ConfigError: a value is out of range, or the incarnation is not new.
@@ -157,6 +159,8 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             group_id=group_id,
             timeout_seconds=timeout_seconds,
             rank_names=names_of(members) if rank_names is None else rank_names,
+            direct_bytes=direct_bytes,
+            chunk_bytes=chunk_bytes,
         )
         async with self._joined:
             self._memberships[group_id] = _Membership(group=group, transport=transport)
@@ -186,6 +190,12 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
             ],
             incarnation=request.incarnation,
             timeout_seconds=request.timeout_seconds,
+            direct_bytes=(
+                request.direct_bytes if request.HasField("direct_bytes") else DEFAULT_DIRECT_BYTES
+            ),
+            chunk_bytes=(
+                request.chunk_bytes if request.HasField("chunk_bytes") else DEFAULT_MESSAGE_BYTES
+            ),
         )
         return comm_pb2.JoinGroupReply()
 
@@ -202,10 +212,10 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         self, request_iterator: AsyncIterator[comm_pb2.CommTensor], context: _Context
     ) -> comm_pb2.SendReply:
         """Send the driver's tensor to a rank."""
-        call, requests = await self._first(request_iterator)
+        call, requests = await first_call(request_iterator, seconds=self._join_wait)
         group = self.group(call.group_id)
-        tensor = await self._read_tensor(requests, group)
-        await group.send(tensor, peer=call.peer_rank, tag=call.tag)
+        tensor = await read_tensor(requests, group, max_bytes=self._max_tensor_bytes)
+        await group.send(tensor, dst=call.peer_rank, tag=call.tag)
         return comm_pb2.SendReply()
 
     async def Recv(  # noqa: N802
@@ -215,7 +225,7 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         group = self.group(request.call.group_id)
         has_expected = request.HasField("expected")
         tensor = await group.recv_tensor(
-            peer=request.call.peer_rank,
+            src=request.call.peer_rank,
             tag=request.call.tag,
             expected=spec_from_header(request.expected) if has_expected else None,
         )
@@ -226,13 +236,25 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
         self, request_iterator: AsyncIterator[comm_pb2.CommTensor], context: _Context
     ) -> AsyncIterator[comm_pb2.CommTensor]:
         """Reduce the driver's tensor with those of the other ranks' drivers."""
-        call, requests = await self._first(request_iterator)
+        call, requests = await first_call(request_iterator, seconds=self._join_wait)
         group = self.group(call.group_id)
         op = reduce_op_from_proto(call.reduce_op)
-        tensor = await self._read_tensor(requests, group)
+        tensor = await read_tensor(requests, group, max_bytes=self._max_tensor_bytes)
         await group.all_reduce(tensor, op=op)
         async for part in stream_parts(tensor):
             yield comm_pb2.CommTensor(part=part)
+
+    async def Collective(  # noqa: N802
+        self, request_iterator: AsyncIterator[comm_pb2.CommTensor], context: _Context
+    ) -> AsyncIterator[comm_pb2.CommTensor]:
+        """Take part in any collective with the driver's tensors, and hand out what it gives."""
+        limit = self._max_tensor_bytes
+        call, requests = await first_call(request_iterator, seconds=self._join_wait)
+        group = self.group(call.group_id)
+        tensors = await read_tensors(requests, group, max_bytes=limit, at_most=group.size)
+        for result in await run_collective(group, call, tensors, max_bytes=limit):
+            async for part in stream_parts(result):
+                yield comm_pb2.CommTensor(part=part)
 
     async def Exchange(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
@@ -286,48 +308,6 @@ class CommServicer(comm_pb2_grpc.CommServiceServicer):
                 f"{self._node_id} has joined {member.group.incarnation}"
             )
         return member
-
-    async def _first(
-        self, requests: AsyncIterator[comm_pb2.CommTensor]
-    ) -> tuple[comm_pb2.CommCall, AsyncIterator[comm_pb2.CommTensor]]:
-        """The call of a driver's stream, and the stream with its first message still in it."""
-        rest = aiter(requests)
-        try:
-            async with asyncio.timeout(self._join_wait):
-                first = await anext(rest, None)
-        except TimeoutError:
-            raise PeerLost(f"the driver sent nothing in {self._join_wait:g} s") from None
-        if first is None or not first.HasField("call"):
-            raise ProtocolError("the first message of the stream must name the call")
-
-        async def whole() -> AsyncIterator[comm_pb2.CommTensor]:
-            yield first
-            async for request in rest:
-                yield request
-
-        return first.call, whole()
-
-    async def _read_tensor(
-        self, requests: AsyncIterator[comm_pb2.CommTensor], group: AsyncGroup
-    ) -> torch.Tensor:
-        """The one tensor of a driver's stream, within the group's timeout."""
-        assembler = TensorAssembler(max_bytes=self._max_tensor_bytes)
-        tensor: torch.Tensor | None = None
-        try:
-            async with asyncio.timeout(group.timeout_seconds):
-                async for request in requests:
-                    if tensor is not None:
-                        raise ProtocolError("more data came after the tensor was whole")
-                    tensor = assembler.add(request.part)
-        except TimeoutError:
-            raise CollectiveTimeout(
-                f"the driver of rank {group.rank} did not send its tensor in "
-                f"{group.timeout_seconds:g} s"
-            ) from None
-        assembler.finish()
-        if tensor is None:
-            raise ProtocolError("the stream ended without a tensor")
-        return tensor
 
 
 def _check_membership(

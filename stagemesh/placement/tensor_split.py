@@ -151,12 +151,13 @@ class TensorParallel:
         """MB (10^6 bytes) that this rank sends in one all-reduce of [seq, hidden].
 
         direct: the whole tensor to each of the others, (R - 1) B; ring, or reduce-scatter and
-        all-gather: 2 (R - 1) / R of it in all. "auto" is what `stagemesh.comm` takes: direct up to
-        256 KiB, where the number of hops counts and not that of bytes.
+        all-gather: 2 (R - 1) / R of it in all. "auto" is what `stagemesh.comm` takes: direct while
+        that is up to 256 KiB, where the number of hops counts and not that of bytes.
         """
         num_bytes = hidden * seq * dtype_bytes
         others = self.world_size - 1
-        is_direct = algorithm == "direct" or (algorithm == "auto" and num_bytes <= DIRECT_BYTES)
+        is_small = others * num_bytes <= DIRECT_BYTES
+        is_direct = algorithm == "direct" or (algorithm == "auto" and is_small)
         moved = others * num_bytes if is_direct else 2 * others * num_bytes / self.world_size
         return moved / BYTES_PER_MB
 

@@ -6,23 +6,15 @@ where the kernel tells no boot id. Equal ids do not promise a common file system
 only used when it is there and may be written to.
 """
 
-import contextlib
 import os
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Self
 
-from stagemesh.errors import ConfigError
+from stagemesh.private_folder import PrivateFolder
 
-if sys.platform != "win32":
-    import fcntl
-
-_PREFIX = "stagemesh-"
 _SOCKET = "rpc.sock"
-_LOCK = "lock"
-_ATTEMPTS = 5
 
 # Of sun_path, with its closing zero; the system refuses longer ones.
 _MAX_PATH_BYTES = 107
@@ -55,15 +47,10 @@ def target_of(path: str) -> str:
 
 
 class SocketFolder:
-    """A private folder (mode 0700) for one socket, removed with it.
+    """A private folder for one socket, removed with it."""
 
-    Its maker holds a lock on a file in it for as long as it lives. A folder whose lock is free was
-    left by a process that was killed; the next one to make a folder removes it.
-    """
-
-    def __init__(self, folder: Path, lock: int) -> None:
+    def __init__(self, folder: PrivateFolder) -> None:
         self._folder = folder
-        self._lock = lock
 
     @classmethod
     def make(cls) -> Self | None:
@@ -74,78 +61,17 @@ class SocketFolder:
         """
         if sys.platform == "win32":
             return None
-        remove_stale(Path(tempfile.gettempdir()))
-        for _ in range(_ATTEMPTS):
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            lock = _lock(folder, flags=os.O_CREAT)
-            if lock is None:
-                # Somebody took it for a stale one, in the moment before it was locked.
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-                continue
-            made = cls(folder, lock)
-            if len(os.fsencode(made.path)) <= _MAX_PATH_BYTES:
-                return made
-            made.remove()
-            return None
-        raise ConfigError(
-            f"cannot keep a folder for a unix socket in {tempfile.gettempdir()}: others remove it; "
-            "let TMPDIR name another folder, or go without unix sockets"
-        )
+        made = cls(PrivateFolder.make())
+        if len(os.fsencode(made.path)) <= _MAX_PATH_BYTES:
+            return made
+        made.remove()
+        return None
 
     @property
     def path(self) -> str:
         """Path of the socket."""
-        return str(self._folder / _SOCKET)
+        return str(self._folder.path / _SOCKET)
 
     def remove(self) -> None:
         """Remove socket and folder. May be called again."""
-        if self._lock < 0:
-            return
-        _remove(self._folder)
-        # Last: until then nobody else touches the folder.
-        os.close(self._lock)
-        self._lock = -1
-
-
-def remove_stale(parent: Path) -> None:
-    """Remove the folders that killed processes of this user left in `parent`."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        # Whatever is wrong with it, it is not one of ours or somebody else removes it.
-        with contextlib.suppress(OSError):
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            lock = _lock(folder, flags=0)
-            if lock is None:
-                continue
-            try:
-                _remove(folder)
-            finally:
-                os.close(lock)
-
-
-def _lock(folder: Path, *, flags: int) -> int | None:
-    """Lock the folder, if it is there and nobody has.
-
-    None also when it was removed between opening and locking: then the lock is that of a file that
-    is no more.
-    """
-    path = folder / _LOCK
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-    except OSError:
-        return None
-    # Another has the lock, or has removed the file.
-    with contextlib.suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), path.stat()):
-            return lock
-    os.close(lock)
-    return None
-
-
-def _remove(folder: Path) -> None:
-    for name in (_SOCKET, _LOCK):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        folder.rmdir()
+        self._folder.remove()

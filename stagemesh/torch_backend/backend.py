@@ -24,6 +24,7 @@ from stagemesh.comm.async_group import AsyncGroup
 from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.endpoint import CommEndpoint
 from stagemesh.comm.member_record import member_from, record_of
+from stagemesh.comm.message_group import DEFAULT_DIRECT_BYTES, DEFAULT_MESSAGE_BYTES
 from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.errors import CollectiveTimeout, ConfigError
 from stagemesh.rpc.address import split_address
@@ -52,6 +53,10 @@ class MeshOptions:
     """Secret of all ranks; needed where `bind` is not loopback."""
     unix_socket: bool = False
     """Whether ranks of one host that both say so reach each other over unix sockets."""
+    direct_bytes: int = DEFAULT_DIRECT_BYTES
+    """Up to which size tensors take one hop (see GroupConfig); for each group its own."""
+    chunk_bytes: int = DEFAULT_MESSAGE_BYTES
+    """Message size of larger tensors; for each group its own."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
@@ -124,13 +129,14 @@ class MeshBackend:
         Args:
             request: torch's DistributedBackendOptions: store, rank, size, timeout, name.
             options: `pg_options` of the caller; else the environment says it. The first group of a
-                process decides for all.
+                process decides where it listens.
 
         Raises:
             ConfigError: a setting is wrong, or a rank on another host listens on loopback.
             CollectiveTimeout: a rank does not write its address within the timeout.
         """
-        host = self._acquire(options or MeshOptions.from_environment(os.environ))
+        options = options or MeshOptions.from_environment(os.environ)
+        host = self._acquire(options)
         try:
             members, nonce = _exchange(host.endpoint.member(request.group_rank), request)
             group = host.run(
@@ -140,6 +146,8 @@ class MeshBackend:
                     members=members,
                     incarnation=1,
                     timeout_seconds=request.timeout.total_seconds(),
+                    direct_bytes=options.direct_bytes,
+                    chunk_bytes=options.chunk_bytes,
                 )
             )
         except BaseException:

@@ -213,12 +213,12 @@ class MeshProcessGroup(MeshGroupBase):
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> MeshWork:
         """Send a tensor to a rank of the group."""
-        return self.start("send", self.group.send(only(tensors), peer=peer, tag=tag), tensors)
+        return self.start("send", self.group.send(only(tensors), dst=peer, tag=tag), tensors)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> MeshWork:
         """Receive a tensor from a rank of the group."""
         tensor = writable(only(tensors))
-        return self.start("recv", self.group.recv(tensor, peer=peer, tag=tag), tensors)
+        return self.start("recv", self.group.recv(tensor, src=peer, tag=tag), tensors)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> MeshWork:
         """Receive what arrives first with the tag, from whichever rank of the group."""

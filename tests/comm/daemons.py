@@ -162,3 +162,38 @@ async def all_reduce(
 ) -> torch.Tensor:
     call = comm_pb2.CommCall(group_id=group_id, reduce_op=reduce_op_to_proto(op))
     return await _collect(daemon.stub.AllReduce(_stream(call, tensor), timeout=30))
+
+
+async def collective(
+    daemon: Daemon,
+    kind: "comm_pb2.CollectiveKind.ValueType",
+    tensors: Sequence[torch.Tensor] = (),
+    *,
+    root: int = 0,
+    op: ReduceOp | None = None,
+    expected: Sequence[torch.Tensor] = (),
+    group_id: str = "g",
+) -> list[torch.Tensor]:
+    """Call Collective; `expected` says dtypes and shapes."""
+    call = comm_pb2.CommCall(
+        group_id=group_id,
+        collective=kind,
+        root_rank=root,
+        reduce_op=comm_pb2.REDUCE_OP_UNSPECIFIED if op is None else reduce_op_to_proto(op),
+        expected=[header_of(tensor) for tensor in expected],
+    )
+
+    async def requests() -> AsyncIterator[comm_pb2.CommTensor]:
+        yield comm_pb2.CommTensor(call=call)
+        for tensor in tensors:
+            async for part in stream_parts(tensor):
+                yield comm_pb2.CommTensor(part=part)
+
+    assembler = TensorAssembler()
+    results = []
+    async for reply in daemon.stub.Collective(requests(), timeout=30):
+        tensor = assembler.add(reply.part)
+        if tensor is not None:
+            results.append(tensor)
+    assembler.finish()
+    return results

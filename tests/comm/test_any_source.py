@@ -29,7 +29,7 @@ def letter(rank: int, number: int) -> torch.Tensor:
 def collect(group: ProcessGroup) -> Any:
     if group.rank:
         for number in range(PER_RANK):
-            group.send(letter(group.rank, number), peer=0, tag=7)
+            group.send(letter(group.rank, number), dst=0, tag=7)
         return None
     return [group.recv_any(tag=7) for _ in range(PER_RANK * (SIZE - 1))]
 
@@ -58,10 +58,10 @@ def check(received: list[tuple[int, torch.Tensor]]) -> None:
 def test_receive_into_a_tensor_gives_the_source(backend: str) -> None:
     def run(group: ProcessGroup) -> Any:
         if group.rank:
-            group.send(torch.full((3,), float(group.rank)), peer=0)
+            group.send(torch.full((3,), float(group.rank)), dst=0)
             return None
         target, other = torch.zeros(3), torch.zeros(3)
-        named = group.irecv(other, peer=2)
+        named = group.irecv(other, src=2)
         source = group.recv(target)
         return source, target.tolist(), named.wait(), other.tolist()
 
@@ -72,8 +72,8 @@ def test_receive_into_a_tensor_gives_the_source(backend: str) -> None:
 def test_what_does_not_fit_names_its_source_and_is_dropped(backend: str) -> None:
     def run(group: ProcessGroup) -> Any:
         if group.rank:
-            group.send(torch.ones(3), peer=0)
-            group.send(torch.full((2,), 7.0), peer=0)
+            group.send(torch.ones(3), dst=0)
+            group.send(torch.full((2,), 7.0), dst=0)
             return None
         target = torch.zeros(2)
         with pytest.raises(CollectiveMismatch, match=r"from any rank .* rank 1 sent float32\[3\]"):
@@ -104,7 +104,7 @@ async def test_the_order_is_that_of_arrival(transport: str) -> None:
         for sender in (2, 1, 2, 1, 1):
             # Each has arrived before the next is sent: the mailbox has it, or its receive does.
             before = ranks[0]._transport.mailbox._num_arrived
-            await ranks[sender].send(torch.tensor([sender]), peer=0)
+            await ranks[sender].send(torch.tensor([sender]), dst=0)
             while ranks[0]._transport.mailbox._num_arrived == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         sources = [(await ranks[0].recv_any())[0] for _ in range(5)]
@@ -117,11 +117,11 @@ async def test_only_the_loss_of_all_others_ends_it(transport: str) -> None:
         waiting = asyncio.ensure_future(ranks[0].recv_any())
         for rank in (1, 2):
             # A loss shows on an open connection.
-            await ranks[rank].send(torch.ones(1), peer=0, tag=9)
+            await ranks[rank].send(torch.ones(1), dst=0, tag=9)
         await ranks[1].close()
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        await ranks[2].send(torch.ones(1), peer=0)
+        await ranks[2].send(torch.ones(1), dst=0)
         assert (await waiting)[0] == 2
         waiting = asyncio.ensure_future(ranks[0].recv_any())
         await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_a_cancelled_receive_loses_nothing(transport: str) -> None:
         async def run(group: AsyncGroup) -> Any:
             if group.rank:
                 for number in range(30):
-                    await group.send(torch.tensor([number]), peer=0)
+                    await group.send(torch.tensor([number]), dst=0)
                 return None
             received = []
             while len(received) < 30:

@@ -201,7 +201,7 @@ def test_gloo_names_the_rank_that_does_not_come_to_a_subgroup() -> None:
 def test_gloo_refuses_tags_that_it_has_not() -> None:
     def run(group: ProcessGroup) -> None:
         with pytest.raises(ConfigError, match="over Gloo, got"):
-            group.send(torch.ones(1), peer=1 - group.rank, tag=2**31)
+            group.send(torch.ones(1), dst=1 - group.rank, tag=2**31)
         group.barrier()
 
     run_ranks(2, run, backend="gloo")
@@ -210,14 +210,14 @@ def test_gloo_refuses_tags_that_it_has_not() -> None:
 def test_a_message_that_does_not_fit_is_dropped() -> None:
     def run(group: ProcessGroup) -> list[float] | None:
         if group.rank == 0:
-            group.send(torch.ones(3), peer=1)
-            group.send(torch.full((2,), 7.0), peer=1)
+            group.send(torch.ones(3), dst=1)
+            group.send(torch.full((2,), 7.0), dst=1)
             return None
         target = torch.zeros(2)
         with pytest.raises(CommError, match=r"expects float32\[2\], rank 0 sent float32\[3\]"):
-            group.recv(target, peer=0)
+            group.recv(target, src=0)
         assert target.tolist() == [0.0, 0.0]
-        group.recv(target, peer=0)
+        group.recv(target, src=0)
         return target.tolist()
 
     for backend in BACKENDS:

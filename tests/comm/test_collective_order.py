@@ -259,10 +259,10 @@ async def test_an_error_of_ones_own_is_injected():
     group = AsyncGroup(network.join(0), group_id="g", timeout_seconds=1)
     network.join(1)
     network.fail_at(rank=0, step=1, error=OSError("no buffer space"))
-    await group.send(torch.ones(1), peer=1)
+    await group.send(torch.ones(1), dst=1)
     with pytest.raises(OSError, match="no buffer space"):
-        await group.send(torch.ones(1), peer=1)
-    await group.send(torch.ones(1), peer=1)
+        await group.send(torch.ones(1), dst=1)
+    await group.send(torch.ones(1), dst=1)
 
 
 async def test_a_rank_that_hangs_is_named_at_the_deadline():
@@ -272,7 +272,7 @@ async def test_a_rank_that_hangs_is_named_at_the_deadline():
     results = await on_ranks(ranks, lambda g: g.all_reduce(torch.ones(2)))
     assert _lists(results) == [[3.0, 3.0]] * 3
     errors = await on_ranks(ranks[:2], lambda g: g.all_reduce(torch.ones(2)))
-    hung = asyncio.ensure_future(ranks[2].send(torch.ones(1), peer=0, timeout=0.2))
+    hung = asyncio.ensure_future(ranks[2].send(torch.ones(1), dst=0, timeout=0.2))
     for error in errors:
         assert isinstance(error, CollectiveTimeout)
         assert "waiting for rank 2" in str(error)
@@ -320,7 +320,7 @@ async def test_faults_have_checked_coordinates():
     network = LocalNetwork(size=2)
     group = AsyncGroup(network.join(0), group_id="g", timeout_seconds=1)
     network.join(1)
-    await group.send(torch.ones(1), peer=1)
+    await group.send(torch.ones(1), dst=1)
     for fault in (
         lambda: network.fail_at(rank=0, step=0),
         lambda: network.hang_at(rank=2, step=0),

@@ -255,9 +255,9 @@ async def test_a_rank_that_does_not_call_is_named_and_the_group_is_broken(transp
 async def test_a_receive_that_times_out_leaves_the_group_usable(transport):
     async with groups(transport, 2) as (first, second):
         with pytest.raises(CollectiveTimeout, match=r"recv from rank 0 .* waiting for rank 0"):
-            await second.recv(torch.zeros(1), peer=0, timeout=0.1)
+            await second.recv(torch.zeros(1), src=0, timeout=0.1)
         buffer = torch.zeros(1)
-        await asyncio.gather(first.send(torch.ones(1), peer=1), second.recv(buffer, peer=0))
+        await asyncio.gather(first.send(torch.ones(1), dst=1), second.recv(buffer, src=0))
         assert buffer.item() == 1.0
 
 
@@ -266,7 +266,7 @@ async def test_abort_wakes_all_ranks_with_the_cause(transport):
     async with groups(transport, 3, timeout_seconds=20) as ranks:
         waits = [
             asyncio.ensure_future(ranks[0].all_reduce(torch.ones(2))),
-            asyncio.ensure_future(ranks[1].recv(torch.ones(2), peer=2)),
+            asyncio.ensure_future(ranks[1].recv(torch.ones(2), src=2)),
         ]
         await asyncio.sleep(0.1)
         start = time.monotonic()
@@ -285,8 +285,8 @@ async def test_tags_match_whatever_the_order(transport):
         buffers = {tag: torch.zeros(1) for tag in (2, 1, 0)}
         start = time.monotonic()
         await asyncio.gather(
-            *(first.send(torch.tensor([float(tag)]), peer=1, tag=tag) for tag in range(3)),
-            *(second.recv(buffer, peer=0, tag=tag) for tag, buffer in buffers.items()),
+            *(first.send(torch.tensor([float(tag)]), dst=1, tag=tag) for tag in range(3)),
+            *(second.recv(buffer, src=0, tag=tag) for tag, buffer in buffers.items()),
         )
         assert time.monotonic() - start < 2
     assert {tag: buffer.item() for tag, buffer in buffers.items()} == {0: 0.0, 1: 1.0, 2: 2.0}
@@ -298,10 +298,10 @@ async def test_one_tag_keeps_the_order_of_the_sends(transport):
 
         async def send_all():
             for number in range(20):
-                await first.send(torch.tensor([number]), peer=1, tag=number % 2)
+                await first.send(torch.tensor([number]), dst=1, tag=number % 2)
 
         async def receive(tag):
-            return [(await second.recv_tensor(peer=0, tag=tag)).item() for _ in range(10)]
+            return [(await second.recv_tensor(src=0, tag=tag)).item() for _ in range(10)]
 
         _, even, odd = await asyncio.gather(send_all(), receive(0), receive(1))
     assert even == list(range(0, 20, 2))
@@ -314,32 +314,32 @@ async def test_one_tag_keeps_the_order_of_the_sends(transport):
 async def test_a_buffer_that_does_not_fit_is_not_written(wrong):
     async with groups("local", 2) as (first, second):
         before = wrong.clone()
-        await first.send(torch.arange(3.0) + 1, peer=1)
+        await first.send(torch.arange(3.0) + 1, dst=1)
         with pytest.raises(CollectiveMismatch, match=r"float32\[3\]"):
-            await second.recv(wrong, peer=0)
+            await second.recv(wrong, src=0)
         assert torch.equal(wrong, before)
         buffer = torch.zeros(4)
-        await first.send(torch.arange(4.0), peer=1)
-        await second.recv(buffer, peer=0)
+        await first.send(torch.arange(4.0), dst=1)
+        await second.recv(buffer, src=0)
         assert buffer.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 async def test_the_sender_may_reuse_its_memory_and_strides_are_kept_apart():
     async with groups("local", 2) as (first, second):
         base = torch.arange(6.0).reshape(3, 2)
-        await first.send(base[:, 1], peer=1)
+        await first.send(base[:, 1], dst=1)
         base.zero_()
         into = torch.zeros(3, 2)
-        await second.recv(into[:, 0], peer=0)
+        await second.recv(into[:, 0], src=0)
     assert into.tolist() == [[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]]
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"peer": 2}, "peer"),
-        ({"peer": -1}, "peer"),
-        ({"peer": 0}, "peer"),
+        ({"dst": 2}, "dst"),
+        ({"dst": -1}, "dst"),
+        ({"dst": 0}, "dst"),
         ({"tag": -1}, "tag"),
         ({"tag": 2**62}, "tag"),
     ],
@@ -347,15 +347,15 @@ async def test_the_sender_may_reuse_its_memory_and_strides_are_kept_apart():
 async def test_a_wrong_peer_or_tag_is_named(fields, text):
     async with groups("local", 2) as (first, _):
         with pytest.raises(ConfigError, match=text):
-            await first.send(torch.ones(1), **({"peer": 1} | fields))
+            await first.send(torch.ones(1), **({"dst": 1} | fields))
 
 
 async def test_a_lost_peer_wakes_its_waiters_after_what_it_sent_is_taken():
     network = LocalNetwork(size=3)
     ranks = [AsyncGroup(network.join(rank), group_id="g", timeout_seconds=5) for rank in range(3)]
-    await ranks[1].send(torch.ones(1), peer=0)
+    await ranks[1].send(torch.ones(1), dst=0)
     waits = [
-        asyncio.ensure_future(ranks[0].recv(torch.ones(1), peer=1, tag=9)),
+        asyncio.ensure_future(ranks[0].recv(torch.ones(1), src=1, tag=9)),
         asyncio.ensure_future(ranks[2].all_reduce(torch.ones(1))),
     ]
     await asyncio.sleep(0.05)
@@ -363,11 +363,11 @@ async def test_a_lost_peer_wakes_its_waiters_after_what_it_sent_is_taken():
     for outcome in await asyncio.gather(*waits, return_exceptions=True):
         assert isinstance(outcome, PeerLost)
         assert outcome.rank == 1
-    assert (await ranks[0].recv_tensor(peer=1)).tolist() == [1.0]
+    assert (await ranks[0].recv_tensor(src=1)).tolist() == [1.0]
     with pytest.raises(PeerLost, match="rank 1"):
-        await ranks[0].recv_tensor(peer=1)
+        await ranks[0].recv_tensor(src=1)
     with pytest.raises(PeerLost, match="rank 1"):
-        await ranks[0].send(torch.ones(1), peer=1)
+        await ranks[0].send(torch.ones(1), dst=1)
 
 
 async def test_out_of_credit_on_both_sides_does_not_block_a_large_reduction():
@@ -389,12 +389,12 @@ async def test_a_full_receiver_holds_the_sender_back():
         AsyncGroup(network.join(rank), group_id="g", timeout_seconds=5) for rank in range(2)
     )
     for _ in range(2):
-        await first.send(torch.ones(1000, dtype=torch.uint8), peer=1)
+        await first.send(torch.ones(1000, dtype=torch.uint8), dst=1)
     with pytest.raises(CollectiveTimeout, match="waiting for rank 1"):
-        await first.send(torch.ones(8000, dtype=torch.uint8), peer=1, timeout=0.2)
-    await second.recv_tensor(peer=0)
-    await second.recv_tensor(peer=0)
-    await first.send(torch.ones(8000, dtype=torch.uint8), peer=1, timeout=1)
+        await first.send(torch.ones(8000, dtype=torch.uint8), dst=1, timeout=0.2)
+    await second.recv_tensor(src=0)
+    await second.recv_tensor(src=0)
+    await first.send(torch.ones(8000, dtype=torch.uint8), dst=1, timeout=1)
     # Larger than the whole window, with nothing under way, is fine.
-    await second.recv_tensor(peer=0)
-    await first.send(torch.ones(50_000, dtype=torch.uint8), peer=1, timeout=1)
+    await second.recv_tensor(src=0)
+    await first.send(torch.ones(50_000, dtype=torch.uint8), dst=1, timeout=1)

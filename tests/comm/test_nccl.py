@@ -121,7 +121,7 @@ def test_messages_go_between_devices(device: str) -> None:
         where = torch.device(device, group.rank) if device == "cuda" else torch.device(device)
         for numel in (3, 100_000):
             if group.rank:
-                group.send(torch.full((numel,), float(numel), device=where), peer=0, tag=numel)
+                group.send(torch.full((numel,), float(numel), device=where), dst=0, tag=numel)
             else:
                 target = torch.zeros(numel, device=where)
                 assert group.recv(target, tag=numel) == 1

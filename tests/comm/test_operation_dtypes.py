@@ -58,9 +58,9 @@ async def test_each_dtype_works_in_each_operation(dtype, sizes):
             outputs = [torch.zeros(2, dtype=dtype) for _ in range(2)]
             received = torch.zeros(2, dtype=dtype)
             if group.rank == 0:
-                await group.send(mine(), peer=1)
+                await group.send(mine(), dst=1)
             else:
-                await group.recv(received, peer=0)
+                await group.recv(received, src=0)
             return [
                 received,
                 await group.broadcast(mine(), src=0),
@@ -100,10 +100,10 @@ async def test_each_dtype_of_the_wire_moves_bit_for_bit(dtype, sizes):
             await group.all_to_all_single(blank[3], mine)
             whole = await group.all_gather_variable(mine[: 3 * group.rank])
             if not group.rank:
-                await group.send(mine[1:], peer=1)
+                await group.send(mine[1:], dst=1)
                 received = mine[1:]
             else:
-                received = await group.recv_tensor(peer=0)
+                received = await group.recv_tensor(src=0)
             return [blank[0], *blank[1:3], strided, *whole, received, blank[3]]
 
         results = await on_ranks(ranks, run)

@@ -92,9 +92,9 @@ async def test_every_operation_writes_into_strided_outputs(sizes):
             )
             await group.gather(mine, dst=1, outputs=outs["collected"])
             if group.rank == 0:
-                await group.send(mine + 5, peer=1)
+                await group.send(mine + 5, dst=1)
             if group.rank == 1:
-                await group.recv(outs["received"][0], peer=0)
+                await group.recv(outs["received"][0], src=0)
             return outs
 
         results = await on_ranks(ranks, run)
@@ -384,7 +384,7 @@ async def test_stacked_and_joined_layouts_of_a_whole_tensor():
             "split sizes of output",
         ),
         (lambda g: g.all_reduce(torch.ones(1).expand(3)), "share memory"),
-        (lambda g: g.recv(torch.ones(1).expand(3), peer=1), "share memory"),
+        (lambda g: g.recv(torch.ones(1).expand(3), src=1), "share memory"),
         (lambda g: g.broadcast(torch.ones(1).to_sparse(), src=0), "make it dense"),
     ],
 )

@@ -138,18 +138,18 @@ def test_each_operation(backend: str, async_op: bool) -> None:
 def test_send_and_receive(backend: str) -> None:
     def run(group: ProcessGroup) -> Any:
         if group.rank == 0:
-            works = [group.isend(part(n, 4), peer=1, tag=n) for n in (1, 2, 3)]
-            group.send(part(9, 2, 2), peer=1)
-            group.send(part(8, 3), peer=1)
+            works = [group.isend(part(n, 4), dst=1, tag=n) for n in (1, 2, 3)]
+            group.send(part(9, 2, 2), dst=1)
+            group.send(part(8, 3), dst=1)
             return [work.wait() for work in works]
         late = torch.zeros(4)
-        work = group.irecv(late, peer=0, tag=2)
+        work = group.irecv(late, src=0, tag=2)
         square = torch.zeros(2, 2)
-        group.recv(square, peer=0)
-        free = group.recv_tensor(peer=0)
+        group.recv(square, src=0)
+        free = group.recv_tensor(src=0)
         work.wait()
         for tag in (1, 3):
-            assert torch.equal(group.recv_tensor(peer=0, tag=tag), part(tag, 4))
+            assert torch.equal(group.recv_tensor(src=0, tag=tag), part(tag, 4))
         return late, square, free
 
     _, (late, square, free) = run_ranks(2, run, backend=backend)
@@ -425,7 +425,7 @@ def test_a_work_that_fails_says_so_as_often_as_it_is_asked() -> None:
 def test_on_the_loops_own_thread_a_blocking_call_raises_at_once() -> None:
     def run(group: ProcessGroup) -> None:
         async def call() -> None:
-            for method in (group.barrier, lambda: group.isend(torch.ones(1), peer=1), group.close):
+            for method in (group.barrier, lambda: group.isend(torch.ones(1), dst=1), group.close):
                 with pytest.raises(ConfigError, match="own thread"):
                     method()
 

@@ -49,7 +49,7 @@ def test_a_mismatch_names_both(backend: str) -> None:
 def test_a_message_that_does_not_fit_names_its_sender(backend: str) -> None:
     def run(group: ProcessGroup) -> None:
         if group.rank == 0:
-            group.send(torch.ones(3), peer=1)
+            group.send(torch.ones(3), dst=1)
         else:
             with pytest.raises(CollectiveMismatch, match=rf"{WORLD_3} sent float32\[3\]"):
                 group.recv(torch.ones(2))
@@ -64,7 +64,7 @@ def test_a_deadline_names_who_is_waited_for(backend: str) -> None:
             time.sleep(0.6)
             return
         with pytest.raises(CollectiveTimeout, match=f"timed out on {WORLD_3} .* for {WORLD_1}"):
-            group.recv_tensor(peer=1, timeout=0.3)
+            group.recv_tensor(src=1, timeout=0.3)
 
     in_subgroup(backend, run)
 
@@ -73,14 +73,16 @@ def test_a_deadline_names_who_is_waited_for(backend: str) -> None:
 def test_an_abort_names_who_did_it(backend: str) -> None:
     def run(group: ProcessGroup) -> None:
         if group.rank:
-            group.recv_tensor(peer=0)
+            group.recv_tensor(src=0)
             group.abort("the disk is full")
             return
-        group.send(torch.ones(1), peer=1)
+        group.send(torch.ones(1), dst=1)
         # gRPC adds the address to the name of the node.
         wanted = r"rank 1 \(rank 1 of the world, .*the disk is full"
-        with pytest.raises(GroupAborted, match=wanted):
-            group.recv_tensor(peer=1)
+        with pytest.raises(
+            GroupAborted, match=f"^recv from rank 1 .* failed on {WORLD_3}.*{wanted}"
+        ):
+            group.recv_tensor(src=1)
 
     in_subgroup(backend, run)
 
@@ -94,8 +96,10 @@ def test_a_lost_rank_is_named(backend: str, collective: bool) -> None:
             # Who sends to a local rank that has left hears that as the end of the group.
             kinds = (PeerLost, GroupAborted) if backend == "local" else PeerLost
             with pytest.raises(kinds, match=r"rank 1 \(rank 1 of the world, node") as caught:
-                group.barrier() if collective else group.recv_tensor(peer=1)
+                group.barrier() if collective else group.recv_tensor(src=1)
             assert getattr(caught.value, "rank", 1) == 1
+            operation = "barrier" if collective else "recv from rank 1 "
+            assert str(caught.value).startswith(operation)
 
     in_subgroup(backend, run)
 

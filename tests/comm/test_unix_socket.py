@@ -26,9 +26,10 @@ from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.rendezvous import Rendezvous, SharedFolder
 from stagemesh.errors import CollectiveTimeout, ConfigError, PeerLost, Unauthenticated
+from stagemesh.private_folder import remove_stale
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import RpcServer
-from stagemesh.rpc.unix_socket import SocketFolder, host_id, is_reachable, remove_stale, target_of
+from stagemesh.rpc.unix_socket import SocketFolder, host_id, is_reachable, target_of
 from stagemesh.rpc.v1 import comm_pb2, comm_pb2_grpc
 from tests.comm.test_rendezvous import free_port, running_coordinator, store_meeting, together
 
@@ -91,7 +92,7 @@ async def test_without_a_socket_of_this_host_tcp_is_used(lost):
     # Control: it was the address that worked.
     async with _groups(lambda member: replace(member, address=NOWHERE, **lost)) as groups:
         with pytest.raises(CollectiveTimeout, match="rank 1"):
-            await groups[0].send(torch.ones(1), peer=1, timeout=0.3)
+            await groups[0].send(torch.ones(1), dst=1, timeout=0.3)
 
 
 async def test_the_socket_carries_the_tensors_and_no_connection_goes_to_the_port():
@@ -306,7 +307,7 @@ async def test_a_rank_with_another_token_is_refused_over_the_socket():
             for rank, endpoint in enumerate((first, second))
         ]
         with pytest.raises(Unauthenticated):
-            await groups[0].send(torch.ones(1), peer=1)
+            await groups[0].send(torch.ones(1), dst=1)
 
 
 async def test_a_peer_that_stops_is_found_lost_over_the_socket():

@@ -172,6 +172,9 @@ def test_volume_is_what_the_algorithm_moves() -> None:
         1.5 * 8192 / 1e6
     )
     assert TensorParallel(1, 0).all_reduce_volume_mb(4096, 4096, 2) == 0
+    # 128 KiB: two ranks send it whole, four would send 384 KiB.
+    assert TensorParallel(2, 0).all_reduce_volume_mb(4096, 16, 2) == pytest.approx(2**17 / 1e6)
+    assert four.all_reduce_volume_mb(4096, 16, 2) == pytest.approx(2 * 3 / 4 * 2**17 / 1e6)
     assert DIRECT_BYTES == DEFAULT_DIRECT_BYTES
 
 

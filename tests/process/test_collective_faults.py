@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import signal
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -52,10 +53,12 @@ async def reduce_all(ranks: list[Child], *, name: str, numel: int) -> None:
 
 
 async def check_failed(survivors: list[Child], lost: int) -> None:
-    """Each raised in time, and named the rank."""
+    """Each raised in time, and named the operation and the rank."""
     for result in await all_say(survivors, "failed"):
         assert result["error"] in ("PeerLost", "CollectiveTimeout"), result
-        assert f"rank {lost}" in result["text"], result
+        assert re.match(rf"all_reduce in group .*: (waiting for )?rank {lost}\b", result["text"]), (
+            result
+        )
         assert result["seconds"] < TIMEOUT_SECONDS + 2.0, result
 
 

@@ -41,11 +41,11 @@ def run_ranks(
         backend: one of BACKENDS, or nccl.
         timeout_seconds: of the group.
         order: local only: lets messages overtake each other.
-        settings: others of the GroupConfig; not local.
+        settings: others of the GroupConfig.
     """
     with ExitStack() as stack:
         make = stack.enter_context(
-            _local(world_size, timeout_seconds, order)
+            _local(world_size, timeout_seconds, order, settings)
             if backend == "local"
             else _on_one_loop(backend, world_size, timeout_seconds, settings)
         )
@@ -54,7 +54,7 @@ def run_ranks(
 
 @contextmanager
 def _local(
-    world_size: int, timeout_seconds: float, order: random.Random | None
+    world_size: int, timeout_seconds: float, order: random.Random | None, settings: dict[str, Any]
 ) -> Iterator[Callable[[int], ProcessGroup]]:
     with LocalHub(order=order) as hub:
         yield lambda rank: init_process_group(
@@ -64,6 +64,7 @@ def _local(
                 rank=rank,
                 world_size=world_size,
                 timeout_seconds=timeout_seconds,
+                **settings,
             )
         )
 

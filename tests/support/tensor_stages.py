@@ -9,7 +9,7 @@ import torch
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
-from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.placement.tensor_shares import TensorShares
 from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
 from tests.support.ranks import run_ranks
@@ -147,11 +147,11 @@ def _generate(
             segments=(segment,),
             token_ids=() if stage else tuple(piece),
         )
-        activation = world.recv_tensor(peer=members[stage - 1][0]) if stage else None
+        activation = world.recv_tensor(src=members[stage - 1][0]) if stage else None
         output = engine.run(step, activation)
         if output.activation is not None and world.rank == members[stage][0]:
             for peer in members[stage + 1]:
-                world.send(output.activation, peer=peer)
+                world.send(output.activation, dst=peer)
         told = torch.zeros(1, dtype=torch.int64)
         if output.tokens:
             sampled.extend(output.tokens)

@@ -58,7 +58,7 @@ HOSTILE = {
     "rank 65": ([_message([1] * 65, bytes(4))], ["65 dims"]),
     "no call": ([comm_pb2.CommTensor()], ["name the call"]),
     "nothing": ([], ["name the call"]),
-    "no tensor": ([comm_pb2.CommTensor(call=CALL)], ["without a header"]),
+    "no tensor": ([comm_pb2.CommTensor(call=CALL)], ["without a tensor"]),
     "two tensors": ([_message([1], bytes(4)), _message([1], bytes(4))], ["more data"]),
     "no reduce op": (
         [_message([1], bytes(4), call=comm_pb2.CommCall(group_id="g"))],

@@ -74,7 +74,7 @@ class Links:
             if len(self._sends) == _MAX_SENDS:
                 self._end_oldest()
             work = self._group.isend(
-                message, peer=peer, tag=self._tag(product), timeout=self._send_seconds
+                message, dst=peer, tag=self._tag(product), timeout=self._send_seconds
             )
             self._sends.append((work, message))
 
@@ -104,7 +104,7 @@ class Links:
     def _receive(self, product: Product) -> Work[torch.Tensor]:
         peer = self._schedule.stage_ranks[product.stage]
         work: Work[torch.Tensor] = self._group.recv_tensor(
-            peer=peer, tag=self._tag(product), async_op=True
+            src=peer, tag=self._tag(product), async_op=True
         )
         return work
 

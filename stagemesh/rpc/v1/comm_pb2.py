@@ -26,41 +26,43 @@ from stagemesh.rpc.v1 import common_pb2 as stagemesh_dot_rpc_dot_v1_dot_common__
 from stagemesh.rpc.v1 import tensor_pb2 as stagemesh_dot_rpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/rpc/v1/comm.proto\x12\x10stagemesh.rpc.v1\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1dstagemesh/rpc/v1/tensor.proto\"S\n\x0bGroupMember\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\"\xc4\x01\n\x10JoinGroupRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12.\n\x07members\x18\x05 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"\x10\n\x0eJoinGroupReply\"%\n\x11LeaveGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"\x11\n\x0fLeaveGroupReply\"k\n\x08\x43ommCall\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\tpeer_rank\x18\x02 \x01(\r\x12\x0b\n\x03tag\x18\x03 \x01(\x04\x12-\n\treduce_op\x18\x04 \x01(\x0e\x32\x1a.stagemesh.rpc.v1.ReduceOp\"b\n\nCommTensor\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1a.stagemesh.rpc.v1.CommCall\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"\x0b\n\tSendReply\"i\n\x0bRecvRequest\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1a.stagemesh.rpc.v1.CommCall\x12\x30\n\x08\x65xpected\x18\x02 \x01(\x0b\x32\x1e.stagemesh.rpc.v1.TensorHeader\"\x94\x01\n\rExchangeHello\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x13\n\x0bsource_rank\x18\x04 \x01(\r\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\"\xb5\x01\n\x08\x45nvelope\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12\x11\n\toperation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12-\n\treduce_op\x18\x04 \x01(\x0e\x32\x1a.stagemesh.rpc.v1.ReduceOp\x12\x13\n\x0b\x61\x62ort_cause\x18\x05 \x01(\t\x12\x33\n\x0b\x63\x61lled_with\x18\x06 \x01(\x0b\x32\x1e.stagemesh.rpc.v1.TensorHeader\"\x99\x01\n\rExchangeFrame\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.stagemesh.rpc.v1.ExchangeHello\x12,\n\x08\x65nvelope\x18\x02 \x01(\x0b\x32\x1a.stagemesh.rpc.v1.Envelope\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"5\n\x0b\x45xchangeAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04*\x88\x01\n\x08ReduceOp\x12\x19\n\x15REDUCE_OP_UNSPECIFIED\x10\x00\x12\x11\n\rREDUCE_OP_SUM\x10\x01\x12\x11\n\rREDUCE_OP_AVG\x10\x02\x12\x11\n\rREDUCE_OP_MIN\x10\x03\x12\x11\n\rREDUCE_OP_MAX\x10\x04\x12\x15\n\x11REDUCE_OP_PRODUCT\x10\x05\x32\xdf\x03\n\x0b\x43ommService\x12Q\n\tJoinGroup\x12\".stagemesh.rpc.v1.JoinGroupRequest\x1a .stagemesh.rpc.v1.JoinGroupReply\x12T\n\nLeaveGroup\x12#.stagemesh.rpc.v1.LeaveGroupRequest\x1a!.stagemesh.rpc.v1.LeaveGroupReply\x12\x43\n\x04Send\x12\x1c.stagemesh.rpc.v1.CommTensor\x1a\x1b.stagemesh.rpc.v1.SendReply(\x01\x12\x45\n\x04Recv\x12\x1d.stagemesh.rpc.v1.RecvRequest\x1a\x1c.stagemesh.rpc.v1.CommTensor0\x01\x12K\n\tAllReduce\x12\x1c.stagemesh.rpc.v1.CommTensor\x1a\x1c.stagemesh.rpc.v1.CommTensor(\x01\x30\x01\x12N\n\x08\x45xchange\x12\x1f.stagemesh.rpc.v1.ExchangeFrame\x1a\x1d.stagemesh.rpc.v1.ExchangeAck(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bstagemesh/rpc/v1/comm.proto\x12\x10stagemesh.rpc.v1\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1dstagemesh/rpc/v1/tensor.proto\"S\n\x0bGroupMember\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\"\x9a\x02\n\x10JoinGroupRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12.\n\x07members\x18\x05 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\x12\x19\n\x0c\x64irect_bytes\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0b\x63hunk_bytes\x18\x08 \x01(\x04H\x01\x88\x01\x01\x42\x0f\n\r_direct_bytesB\x0e\n\x0c_chunk_bytes\"\x10\n\x0eJoinGroupReply\"%\n\x11LeaveGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\"\x11\n\x0fLeaveGroupReply\"\xe6\x01\n\x08\x43ommCall\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\tpeer_rank\x18\x02 \x01(\r\x12\x0b\n\x03tag\x18\x03 \x01(\x04\x12-\n\treduce_op\x18\x04 \x01(\x0e\x32\x1a.stagemesh.rpc.v1.ReduceOp\x12\x34\n\ncollective\x18\x05 \x01(\x0e\x32 .stagemesh.rpc.v1.CollectiveKind\x12\x11\n\troot_rank\x18\x06 \x01(\r\x12\x30\n\x08\x65xpected\x18\x07 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.TensorHeader\"b\n\nCommTensor\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1a.stagemesh.rpc.v1.CommCall\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"\x0b\n\tSendReply\"i\n\x0bRecvRequest\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1a.stagemesh.rpc.v1.CommCall\x12\x30\n\x08\x65xpected\x18\x02 \x01(\x0b\x32\x1e.stagemesh.rpc.v1.TensorHeader\"\x94\x01\n\rExchangeHello\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x13\n\x0bsource_rank\x18\x04 \x01(\r\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\"\xb5\x01\n\x08\x45nvelope\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12\x11\n\toperation\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12-\n\treduce_op\x18\x04 \x01(\x0e\x32\x1a.stagemesh.rpc.v1.ReduceOp\x12\x13\n\x0b\x61\x62ort_cause\x18\x05 \x01(\t\x12\x33\n\x0b\x63\x61lled_with\x18\x06 \x01(\x0b\x32\x1e.stagemesh.rpc.v1.TensorHeader\"\x99\x01\n\rExchangeFrame\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.stagemesh.rpc.v1.ExchangeHello\x12,\n\x08\x65nvelope\x18\x02 \x01(\x0b\x32\x1a.stagemesh.rpc.v1.Envelope\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"5\n\x0b\x45xchangeAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x14\n\x0c\x63redit_bytes\x18\x02 \x01(\x04*\x88\x01\n\x08ReduceOp\x12\x19\n\x15REDUCE_OP_UNSPECIFIED\x10\x00\x12\x11\n\rREDUCE_OP_SUM\x10\x01\x12\x11\n\rREDUCE_OP_AVG\x10\x02\x12\x11\n\rREDUCE_OP_MIN\x10\x03\x12\x11\n\rREDUCE_OP_MAX\x10\x04\x12\x15\n\x11REDUCE_OP_PRODUCT\x10\x05*\x94\x03\n\x0e\x43ollectiveKind\x12\x1f\n\x1b\x43OLLECTIVE_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x43OLLECTIVE_KIND_BARRIER\x10\x01\x12\x1d\n\x19\x43OLLECTIVE_KIND_BROADCAST\x10\x02\x12\x1e\n\x1a\x43OLLECTIVE_KIND_ALL_REDUCE\x10\x03\x12\x1a\n\x16\x43OLLECTIVE_KIND_REDUCE\x10\x04\x12\"\n\x1e\x43OLLECTIVE_KIND_REDUCE_SCATTER\x10\x05\x12\x1e\n\x1a\x43OLLECTIVE_KIND_ALL_GATHER\x10\x06\x12\x1a\n\x16\x43OLLECTIVE_KIND_GATHER\x10\x07\x12\x1b\n\x17\x43OLLECTIVE_KIND_SCATTER\x10\x08\x12\x1e\n\x1a\x43OLLECTIVE_KIND_ALL_TO_ALL\x10\t\x12\'\n#COLLECTIVE_KIND_ALL_GATHER_VARIABLE\x10\n\x12#\n\x1f\x43OLLECTIVE_KIND_GATHER_VARIABLE\x10\x0b\x32\xad\x04\n\x0b\x43ommService\x12Q\n\tJoinGroup\x12\".stagemesh.rpc.v1.JoinGroupRequest\x1a .stagemesh.rpc.v1.JoinGroupReply\x12T\n\nLeaveGroup\x12#.stagemesh.rpc.v1.LeaveGroupRequest\x1a!.stagemesh.rpc.v1.LeaveGroupReply\x12\x43\n\x04Send\x12\x1c.stagemesh.rpc.v1.CommTensor\x1a\x1b.stagemesh.rpc.v1.SendReply(\x01\x12\x45\n\x04Recv\x12\x1d.stagemesh.rpc.v1.RecvRequest\x1a\x1c.stagemesh.rpc.v1.CommTensor0\x01\x12K\n\tAllReduce\x12\x1c.stagemesh.rpc.v1.CommTensor\x1a\x1c.stagemesh.rpc.v1.CommTensor(\x01\x30\x01\x12L\n\nCollective\x12\x1c.stagemesh.rpc.v1.CommTensor\x1a\x1c.stagemesh.rpc.v1.CommTensor(\x01\x30\x01\x12N\n\x08\x45xchange\x12\x1f.stagemesh.rpc.v1.ExchangeFrame\x1a\x1d.stagemesh.rpc.v1.ExchangeAck(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.rpc.v1.comm_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REDUCEOP']._serialized_start=1347
-  _globals['_REDUCEOP']._serialized_end=1483
+  _globals['_REDUCEOP']._serialized_start=1557
+  _globals['_REDUCEOP']._serialized_end=1693
+  _globals['_COLLECTIVEKIND']._serialized_start=1696
+  _globals['_COLLECTIVEKIND']._serialized_end=2100
   _globals['_GROUPMEMBER']._serialized_start=111
   _globals['_GROUPMEMBER']._serialized_end=194
   _globals['_JOINGROUPREQUEST']._serialized_start=197
-  _globals['_JOINGROUPREQUEST']._serialized_end=393
-  _globals['_JOINGROUPREPLY']._serialized_start=395
-  _globals['_JOINGROUPREPLY']._serialized_end=411
-  _globals['_LEAVEGROUPREQUEST']._serialized_start=413
-  _globals['_LEAVEGROUPREQUEST']._serialized_end=450
-  _globals['_LEAVEGROUPREPLY']._serialized_start=452
-  _globals['_LEAVEGROUPREPLY']._serialized_end=469
-  _globals['_COMMCALL']._serialized_start=471
-  _globals['_COMMCALL']._serialized_end=578
-  _globals['_COMMTENSOR']._serialized_start=580
-  _globals['_COMMTENSOR']._serialized_end=678
-  _globals['_SENDREPLY']._serialized_start=680
-  _globals['_SENDREPLY']._serialized_end=691
-  _globals['_RECVREQUEST']._serialized_start=693
-  _globals['_RECVREQUEST']._serialized_end=798
-  _globals['_EXCHANGEHELLO']._serialized_start=801
-  _globals['_EXCHANGEHELLO']._serialized_end=949
-  _globals['_ENVELOPE']._serialized_start=952
-  _globals['_ENVELOPE']._serialized_end=1133
-  _globals['_EXCHANGEFRAME']._serialized_start=1136
-  _globals['_EXCHANGEFRAME']._serialized_end=1289
-  _globals['_EXCHANGEACK']._serialized_start=1291
-  _globals['_EXCHANGEACK']._serialized_end=1344
-  _globals['_COMMSERVICE']._serialized_start=1486
-  _globals['_COMMSERVICE']._serialized_end=1965
+  _globals['_JOINGROUPREQUEST']._serialized_end=479
+  _globals['_JOINGROUPREPLY']._serialized_start=481
+  _globals['_JOINGROUPREPLY']._serialized_end=497
+  _globals['_LEAVEGROUPREQUEST']._serialized_start=499
+  _globals['_LEAVEGROUPREQUEST']._serialized_end=536
+  _globals['_LEAVEGROUPREPLY']._serialized_start=538
+  _globals['_LEAVEGROUPREPLY']._serialized_end=555
+  _globals['_COMMCALL']._serialized_start=558
+  _globals['_COMMCALL']._serialized_end=788
+  _globals['_COMMTENSOR']._serialized_start=790
+  _globals['_COMMTENSOR']._serialized_end=888
+  _globals['_SENDREPLY']._serialized_start=890
+  _globals['_SENDREPLY']._serialized_end=901
+  _globals['_RECVREQUEST']._serialized_start=903
+  _globals['_RECVREQUEST']._serialized_end=1008
+  _globals['_EXCHANGEHELLO']._serialized_start=1011
+  _globals['_EXCHANGEHELLO']._serialized_end=1159
+  _globals['_ENVELOPE']._serialized_start=1162
+  _globals['_ENVELOPE']._serialized_end=1343
+  _globals['_EXCHANGEFRAME']._serialized_start=1346
+  _globals['_EXCHANGEFRAME']._serialized_end=1499
+  _globals['_EXCHANGEACK']._serialized_start=1501
+  _globals['_EXCHANGEACK']._serialized_end=1554
+  _globals['_COMMSERVICE']._serialized_start=2103
+  _globals['_COMMSERVICE']._serialized_end=2660
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,9 @@
 isort:skip_file
 Send, receive and all-reduce over tensor messages between the ranks of a group.
 
-Two sides meet here. A driver calls JoinGroup, Send, Recv and AllReduce on the daemon that is its
-rank; daemons carry tensors to each other over Exchange, one long-lived stream per direction.
+Two sides meet here. A driver calls JoinGroup, Send, Recv, AllReduce and the other collectives on
+the daemon that is its rank; daemons carry tensors to each other over Exchange, one long-lived
+stream per direction.
 """
 
 from collections import abc as _abc
@@ -48,6 +49,62 @@ REDUCE_OP_MAX: ReduceOp.ValueType  # 4
 REDUCE_OP_PRODUCT: ReduceOp.ValueType  # 5
 Global___ReduceOp: _TypeAlias = ReduceOp  # noqa: Y015
 
+class _CollectiveKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CollectiveKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CollectiveKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COLLECTIVE_KIND_UNSPECIFIED: _CollectiveKind.ValueType  # 0
+    COLLECTIVE_KIND_BARRIER: _CollectiveKind.ValueType  # 1
+    """Nothing -> nothing."""
+    COLLECTIVE_KIND_BROADCAST: _CollectiveKind.ValueType  # 2
+    """A tensor | `expected` -> the root's."""
+    COLLECTIVE_KIND_ALL_REDUCE: _CollectiveKind.ValueType  # 3
+    """A tensor -> the reduced one."""
+    COLLECTIVE_KIND_REDUCE: _CollectiveKind.ValueType  # 4
+    """A tensor -> the reduced one | nothing."""
+    COLLECTIVE_KIND_REDUCE_SCATTER: _CollectiveKind.ValueType  # 5
+    """R tensors, one for each rank -> the reduced one of this rank."""
+    COLLECTIVE_KIND_ALL_GATHER: _CollectiveKind.ValueType  # 6
+    """A tensor -> R tensors."""
+    COLLECTIVE_KIND_GATHER: _CollectiveKind.ValueType  # 7
+    """A tensor -> R tensors | nothing."""
+    COLLECTIVE_KIND_SCATTER: _CollectiveKind.ValueType  # 8
+    """R tensors, one for each rank | `expected` -> one tensor."""
+    COLLECTIVE_KIND_ALL_TO_ALL: _CollectiveKind.ValueType  # 9
+    """R tensors, one for each rank, and R `expected` -> R tensors."""
+    COLLECTIVE_KIND_ALL_GATHER_VARIABLE: _CollectiveKind.ValueType  # 10
+    """As the two gathers above, of tensors whose first dims differ."""
+    COLLECTIVE_KIND_GATHER_VARIABLE: _CollectiveKind.ValueType  # 11
+
+class CollectiveKind(_CollectiveKind, metaclass=_CollectiveKindEnumTypeWrapper):
+    """R is the size of the group. What a driver gives -> what it gets, on the root | on others."""
+
+COLLECTIVE_KIND_UNSPECIFIED: CollectiveKind.ValueType  # 0
+COLLECTIVE_KIND_BARRIER: CollectiveKind.ValueType  # 1
+"""Nothing -> nothing."""
+COLLECTIVE_KIND_BROADCAST: CollectiveKind.ValueType  # 2
+"""A tensor | `expected` -> the root's."""
+COLLECTIVE_KIND_ALL_REDUCE: CollectiveKind.ValueType  # 3
+"""A tensor -> the reduced one."""
+COLLECTIVE_KIND_REDUCE: CollectiveKind.ValueType  # 4
+"""A tensor -> the reduced one | nothing."""
+COLLECTIVE_KIND_REDUCE_SCATTER: CollectiveKind.ValueType  # 5
+"""R tensors, one for each rank -> the reduced one of this rank."""
+COLLECTIVE_KIND_ALL_GATHER: CollectiveKind.ValueType  # 6
+"""A tensor -> R tensors."""
+COLLECTIVE_KIND_GATHER: CollectiveKind.ValueType  # 7
+"""A tensor -> R tensors | nothing."""
+COLLECTIVE_KIND_SCATTER: CollectiveKind.ValueType  # 8
+"""R tensors, one for each rank | `expected` -> one tensor."""
+COLLECTIVE_KIND_ALL_TO_ALL: CollectiveKind.ValueType  # 9
+"""R tensors, one for each rank, and R `expected` -> R tensors."""
+COLLECTIVE_KIND_ALL_GATHER_VARIABLE: CollectiveKind.ValueType  # 10
+"""As the two gathers above, of tensors whose first dims differ."""
+COLLECTIVE_KIND_GATHER_VARIABLE: CollectiveKind.ValueType  # 11
+Global___CollectiveKind: _TypeAlias = CollectiveKind  # noqa: Y015
+
 @_typing.final
 class GroupMember(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -89,12 +146,19 @@ class JoinGroupRequest(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    DIRECT_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     incarnation: _builtins.int
     """Frames of an older incarnation are dropped."""
     rank: _builtins.int
     timeout_seconds: _builtins.float
     """Limit of every wait of the group."""
+    direct_bytes: _builtins.int
+    """Up to which size tensors travel in one hop, and in messages of which size larger ones do. Equal
+    on all ranks; the daemon's defaults when not set.
+    """
+    chunk_bytes: _builtins.int
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     @_builtins.property
@@ -110,12 +174,21 @@ class JoinGroupRequest(_message.Message):
         rank: _builtins.int = ...,
         members: _abc.Iterable[Global___GroupMember] | None = ...,
         timeout_seconds: _builtins.float = ...,
+        direct_bytes: _builtins.int | None = ...,
+        chunk_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chunk_bytes", b"_chunk_bytes", "_direct_bytes", b"_direct_bytes", "chunk_bytes", b"chunk_bytes", "direct_bytes", b"direct_bytes", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "incarnation", b"incarnation", "members", b"members", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chunk_bytes", b"_chunk_bytes", "_direct_bytes", b"_direct_bytes", "chunk_bytes", b"chunk_bytes", "direct_bytes", b"direct_bytes", "group_id", b"group_id", "incarnation", b"incarnation", "members", b"members", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__chunk_bytes: _TypeAlias = _typing.Literal["chunk_bytes"]  # noqa: Y015
+    _WhichOneofArgType__chunk_bytes: _TypeAlias = _typing.Literal["_chunk_bytes", b"_chunk_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__direct_bytes: _TypeAlias = _typing.Literal["direct_bytes"]  # noqa: Y015
+    _WhichOneofArgType__direct_bytes: _TypeAlias = _typing.Literal["_direct_bytes", b"_direct_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chunk_bytes) -> _WhichOneofReturnType__chunk_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__direct_bytes) -> _WhichOneofReturnType__direct_bytes | None: ...
 
 Global___JoinGroupRequest: _TypeAlias = JoinGroupRequest  # noqa: Y015
 
@@ -178,10 +251,21 @@ class CommCall(_message.Message):
     PEER_RANK_FIELD_NUMBER: _builtins.int
     TAG_FIELD_NUMBER: _builtins.int
     REDUCE_OP_FIELD_NUMBER: _builtins.int
+    COLLECTIVE_FIELD_NUMBER: _builtins.int
+    ROOT_RANK_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     peer_rank: _builtins.int
     tag: _builtins.int
     reduce_op: Global___ReduceOp.ValueType
+    """Of a collective that reduces."""
+    collective: Global___CollectiveKind.ValueType
+    """Of Collective only, as what follows."""
+    root_rank: _builtins.int
+    @_builtins.property
+    def expected(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorHeader]:
+        """Dtype and shape of tensors that this rank gets, where nothing that it gives says them."""
+
     def __init__(
         self,
         *,
@@ -189,10 +273,13 @@ class CommCall(_message.Message):
         peer_rank: _builtins.int = ...,
         tag: _builtins.int = ...,
         reduce_op: Global___ReduceOp.ValueType = ...,
+        collective: Global___CollectiveKind.ValueType = ...,
+        root_rank: _builtins.int = ...,
+        expected: _abc.Iterable[_tensor_pb2.TensorHeader] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "peer_rank", b"peer_rank", "reduce_op", b"reduce_op", "tag", b"tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective", b"collective", "expected", b"expected", "group_id", b"group_id", "peer_rank", b"peer_rank", "reduce_op", b"reduce_op", "root_rank", b"root_rank", "tag", b"tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,11 @@ class CommServiceStub(object):
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.SerializeToString,
                 response_deserializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.FromString,
                 _registered_method=True)
+        self.Collective = channel.stream_stream(
+                '/stagemesh.rpc.v1.CommService/Collective',
+                request_serializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.SerializeToString,
+                response_deserializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.FromString,
+                _registered_method=True)
         self.Exchange = channel.stream_stream(
                 '/stagemesh.rpc.v1.CommService/Exchange',
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.ExchangeFrame.SerializeToString,
@@ -102,6 +107,14 @@ class CommServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Collective(self, request_iterator, context):
+        """Any collective, as the call says. The daemon contributes the tensors, which follow each other, as
+        its rank, and returns those that its rank is to have, in the order of the ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Exchange(self, request_iterator, context):
         """Peer to peer, long-lived. The first frame is `hello`; the first ack answers it.
         """
@@ -134,6 +147,11 @@ def add_CommServiceServicer_to_server(servicer, server):
             ),
             'AllReduce': grpc.stream_stream_rpc_method_handler(
                     servicer.AllReduce,
+                    request_deserializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.FromString,
+                    response_serializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.SerializeToString,
+            ),
+            'Collective': grpc.stream_stream_rpc_method_handler(
+                    servicer.Collective,
                     request_deserializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.FromString,
                     response_serializer=stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.SerializeToString,
             ),
@@ -276,6 +294,33 @@ class CommService(object):
             request_iterator,
             target,
             '/stagemesh.rpc.v1.CommService/AllReduce',
+            stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.SerializeToString,
+            stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collective(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stagemesh.rpc.v1.CommService/Collective',
             stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.SerializeToString,
             stagemesh_dot_rpc_dot_v1_dot_comm__pb2.CommTensor.FromString,
             options,

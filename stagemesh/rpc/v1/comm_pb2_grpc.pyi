@@ -3,8 +3,9 @@
 isort:skip_file
 Send, receive and all-reduce over tensor messages between the ranks of a group.
 
-Two sides meet here. A driver calls JoinGroup, Send, Recv and AllReduce on the daemon that is its
-rank; daemons carry tensors to each other over Exchange, one long-lived stream per direction.
+Two sides meet here. A driver calls JoinGroup, Send, Recv, AllReduce and the other collectives on
+the daemon that is its rank; daemons carry tensors to each other over Exchange, one long-lived
+stream per direction.
 """
 
 from collections import abc as _abc
@@ -43,6 +44,10 @@ class CommServiceStub:
     """The daemon receives a tensor from rank `peer_rank` and hands it out."""
     AllReduce: _grpc.StreamStreamMultiCallable[_comm_pb2.CommTensor, _comm_pb2.CommTensor]
     """The daemon contributes the tensor as its rank and returns the reduced one."""
+    Collective: _grpc.StreamStreamMultiCallable[_comm_pb2.CommTensor, _comm_pb2.CommTensor]
+    """Any collective, as the call says. The daemon contributes the tensors, which follow each other, as
+    its rank, and returns those that its rank is to have, in the order of the ranks.
+    """
     Exchange: _grpc.StreamStreamMultiCallable[_comm_pb2.ExchangeFrame, _comm_pb2.ExchangeAck]
     """Peer to peer, long-lived. The first frame is `hello`; the first ack answers it."""
 
@@ -57,6 +62,10 @@ class CommServiceAsyncStub(CommServiceStub):
     """The daemon receives a tensor from rank `peer_rank` and hands it out."""
     AllReduce: _aio.StreamStreamMultiCallable[_comm_pb2.CommTensor, _comm_pb2.CommTensor]  # type: ignore[assignment]
     """The daemon contributes the tensor as its rank and returns the reduced one."""
+    Collective: _aio.StreamStreamMultiCallable[_comm_pb2.CommTensor, _comm_pb2.CommTensor]  # type: ignore[assignment]
+    """Any collective, as the call says. The daemon contributes the tensors, which follow each other, as
+    its rank, and returns those that its rank is to have, in the order of the ranks.
+    """
     Exchange: _aio.StreamStreamMultiCallable[_comm_pb2.ExchangeFrame, _comm_pb2.ExchangeAck]  # type: ignore[assignment]
     """Peer to peer, long-lived. The first frame is `hello`; the first ack answers it."""
 
@@ -98,6 +107,16 @@ class CommServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_comm_pb2.CommTensor], _abc.AsyncIterator[_comm_pb2.CommTensor]]:
         """The daemon contributes the tensor as its rank and returns the reduced one."""
+
+    @_abc_1.abstractmethod
+    def Collective(
+        self,
+        request_iterator: _MaybeAsyncIterator[_comm_pb2.CommTensor],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_comm_pb2.CommTensor], _abc.AsyncIterator[_comm_pb2.CommTensor]]:
+        """Any collective, as the call says. The daemon contributes the tensors, which follow each other, as
+        its rank, and returns those that its rank is to have, in the order of the ranks.
+        """
 
     @_abc_1.abstractmethod
     def Exchange(

@@ -123,7 +123,7 @@ def test_without_it_the_tail_is_a_timeout() -> None:
         for step in range(2 - group.rank):
             loss_of(model, data(step)).backward()
         if group.rank == 1:
-            group.recv(torch.empty(1), peer=0, timeout=5.0)  # alive, and elsewhere
+            group.recv(torch.empty(1), src=0, timeout=5.0)  # alive, and elsewhere
 
     with pytest.raises(Exception, match="timed out on rank 0") as caught:
         run_ranks(2, on_rank, timeout_seconds=1.0)

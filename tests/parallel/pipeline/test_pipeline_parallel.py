@@ -304,7 +304,7 @@ def test_a_rank_that_stops_receiving_is_missed_at_the_deadline() -> None:
             loss_fn=nn.functional.mse_loss,
         )
         if group.rank == 0:
-            group.isend(torch.ones(1, 1, 2), peer=1).wait()  # its activation, and no more
+            group.isend(torch.ones(1, 1, 2), dst=1).wait()  # its activation, and no more
             return has_raised.wait(15)
         with pytest.raises(CommError, match="has not ended in the 1 s"):
             pipeline.step(torch.ones(1, 2), torch.ones(1, 2))
