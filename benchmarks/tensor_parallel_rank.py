@@ -21,7 +21,7 @@ from stagemesh.comm.comm_loop import CommLoop
 from stagemesh.comm.rendezvous import SharedFolder
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
-from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.placement.tensor_shares import TensorShares
 from stagemesh.steps import SamplingParams, Segment, Step
 

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from coordinator.config import DeploymentConfig, Limits
 from coordinator.generation import GeneratedToken, GenerationRequest, ServedModel
 from coordinator.kv_budget import kv_capacity_tokens
+from coordinator.load_book import LoadBook
 from coordinator.load_order import LoadOrder, LoadProgress
 from coordinator.membership import NodeInfo
 from coordinator.model_cost import NodeCapacity
@@ -42,7 +43,6 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.5
 _LAST_RETRY_SECONDS = 5.0
 _UNLOAD_SECONDS = 2.0
-_MAX_WEIGHT_PEERS = 16
 _GROUP_SHARE = 0.75
 
 
@@ -93,10 +93,7 @@ class Deployment:
         self.plan: Plan | None = None
         self.planned: PlanResult | None = None
         self.runtime: Runtime | None = None
-        self.loads: dict[tuple[int, int], LoadProgress] = {}
-        """By stage and rank."""
-        # Nodes that have loaded the model, and so have files or a cache of it.
-        self._holders: set[str] = set()
+        self._book = LoadBook()
         self._limits = limits
         self._token = token
         self._membership = membership
@@ -117,6 +114,11 @@ class Deployment:
     def name(self) -> str:
         """What clients call the model."""
         return self.config.name or self.spec.name
+
+    @property
+    def loads(self) -> Mapping[tuple[int, int], LoadProgress]:
+        """How far the ranks of the plan are with loading, by stage and rank."""
+        return self._book.progress
 
     def notify(self) -> None:
         """The nodes have changed: decide again."""
@@ -203,7 +205,7 @@ class Deployment:
         self.plan = plan
         self._used = {node_id: by_id[node_id].start_id for node_id in plan.node_ids}
         self._incarnation += 1
-        self.loads = {}
+        self._book.begin()
         stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
         self._enter("loading", self._with_reason(f"loading {stages}"))
         self._work = asyncio.create_task(
@@ -249,7 +251,7 @@ class Deployment:
             links,
             order,
             stall_seconds=self._limits.load_stall_seconds,
-            on_progress=self._on_progress,
+            on_progress=lambda stage, rank, done: self._book.note(self.plan, stage, rank, done),
         )
         runtime = Runtime(self._scheduler(plan), step_seconds=self._limits.step_seconds)
         runtime.pipeline = Pipeline(
@@ -280,7 +282,7 @@ class Deployment:
             tensor_backend=self.config.tp_backend,
             # Less than a step may take, so that the rank that waits says for whom.
             group_seconds=_GROUP_SHARE * self._limits.step_seconds,
-            weight_peers=self._weight_peers(),
+            weight_peers=self._book.weight_peers(self._membership().nodes),
             quantize=self.config.quantize,
             compile=self.config.compile,
         )
@@ -294,20 +296,6 @@ class Deployment:
                 max_step_tokens=self.config.max_step_tokens,
             )
         )
-
-    def _on_progress(self, stage: int, rank: int, progress: LoadProgress) -> None:
-        # What a load ends with does not say how its weights came.
-        last = self.loads.get((stage, rank))
-        if last is not None and progress.fetch is None:
-            progress = replace(progress, fetch=last.fetch)
-        self.loads[stage, rank] = progress
-        if progress.is_ready and self.plan is not None:
-            self._holders.add(self.plan.stages[stage].node_ids[rank])
-
-    def _weight_peers(self) -> tuple[tuple[str, str], ...]:
-        """Nodes that may send weights to others; those that have loaded the model come first."""
-        nodes = sorted(self._membership().nodes, key=lambda n: n.node_id not in self._holders)
-        return tuple((node.node_id, node.address) for node in nodes[:_MAX_WEIGHT_PEERS])
 
     def _with_reason(self, detail: str) -> str:
         """The detail and why the last plan was given up: who asks meanwhile shall hear it."""

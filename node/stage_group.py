@@ -25,7 +25,7 @@ from stagemesh.comm.peer_link import PeerAddress
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.service import CommServicer
 from stagemesh.errors import ConfigError, ProtocolError
-from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.placement.tensor_shares import TensorShares
 from stagemesh.rpc.address import split_address
 from stagemesh.rpc.convert import tensor_shares_from_proto

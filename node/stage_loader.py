@@ -16,7 +16,7 @@ from node.weight_progress import FetchProgress
 from stagemesh.errors import NotReady
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec
-from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.weight_transfer.cache_folder import compiled_code_folder
 
 _PROGRESS_SECONDS = 0.2

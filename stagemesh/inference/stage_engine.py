@@ -8,7 +8,6 @@ Not thread-safe on purpose: a node runs each device's engine on that device's on
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,11 +28,12 @@ from stagemesh.inference.draws import draw_tokens, logit_rows
 from stagemesh.inference.kv_cache import KVCache, KVLayout
 from stagemesh.inference.kv_probe import probe_kv_shapes
 from stagemesh.inference.stage_forward import check_attended, run_head, run_layers
+from stagemesh.inference.step_checks import check_step
 from stagemesh.inference.vocab_parallel import draw_over_ranks
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.builder import StageModel, build_stage
 from stagemesh.models.identity_check import check_identity
-from stagemesh.models.tensor_parallel import TensorGroup
+from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,14 @@ class StageEngine:
                 self.cache.release(session_id)
             if not step.segments:
                 return StageOutput()
-            self._check_inputs(step, activation)
+            check_step(
+                step,
+                activation,
+                is_first=self.stage.is_first,
+                hidden_size=self._hidden_size,
+                vocab_size=self._vocab_size,
+                dtype=self.stage.dtype,
+            )
             spans = self._reserve(step.segments)
             context = StepContext(spans, first_layer=self.stage.start_layer)
         # From here on they wait for each other.
@@ -232,38 +239,6 @@ class StageEngine:
         for span in spans:
             span.session.length = span.start_position + span.num_tokens
         return output
-
-    def _check_inputs(self, step: Step, activation: torch.Tensor | None) -> None:
-        """Refuse what would only fail, or worse would not fail, deep inside the model."""
-        counts = Counter(segment.session_id for segment in step.segments)
-        session_id, count = counts.most_common(1)[0]
-        if count > 1:
-            raise ProtocolError(
-                f"step {step.step_id} has more than one segment of session {session_id}"
-            )
-        if self.stage.is_first:
-            if len(step.token_ids) != step.num_tokens:
-                raise ProtocolError(
-                    f"step {step.step_id} has {len(step.token_ids)} token ids for "
-                    f"{step.num_tokens} tokens"
-                )
-            worst = max(step.token_ids)
-            if worst >= self._vocab_size:
-                raise ProtocolError(
-                    f"token id {worst} is outside the vocabulary of {self._vocab_size}"
-                )
-            return
-        expected = (step.num_tokens, self._hidden_size)
-        if activation is None or tuple(activation.shape) != expected:
-            got = None if activation is None else list(activation.shape)
-            raise ProtocolError(
-                f"step {step.step_id} needs an activation of shape {list(expected)}, got {got}"
-            )
-        if activation.dtype != self.stage.dtype:
-            raise ProtocolError(
-                f"step {step.step_id} has an activation of {activation.dtype}, this stage runs in "
-                f"{self.stage.dtype}"
-            )
 
     def _reserve(self, segments: Sequence[Segment]) -> list[SegmentSpan]:
         """Make room for all segments, or for none."""

@@ -27,7 +27,8 @@ from stagemesh.models.quantized_linear import LOW_BIT_MODULES
 from stagemesh.models.quantized_stage import put_quantized
 from stagemesh.models.stored_tensors import StoredTensors
 from stagemesh.models.tensor_cut import TensorCut
-from stagemesh.models.tensor_parallel import TensorGroup, apply_tensor_plan, check_spread_norms
+from stagemesh.models.tensor_group import TensorGroup
+from stagemesh.models.tensor_parallel import apply_tensor_plan, check_spread_norms
 from stagemesh.models.tp_plan import TensorPlan, plan_tensor_parallel
 from stagemesh.models.weights import WeightReader
 

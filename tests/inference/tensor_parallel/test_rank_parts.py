@@ -19,7 +19,7 @@ from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import load_model_spec
 from stagemesh.models.packed_linear import PackedLinear, can_pack
 from stagemesh.models.tensor_cut import TensorCut
-from stagemesh.models.tensor_parallel import RowParallelLinear
+from stagemesh.models.tensor_layers import RowParallelLinear
 from stagemesh.models.weights import WeightReader
 from stagemesh.placement.tensor_shares import TensorShares
 from stagemesh.steps import SamplingParams, Segment, Step
