@@ -15,8 +15,10 @@ from stagemesh.parallel.mesh import Mesh
 
 _NAMED = re.compile(r"rank (\d+) \(dp \d+, pp \d+, tp \d+\) is lost")
 _LOST = re.compile(
-    r"rank \d+ \((?:rank (\d+) of the world, )?node (\S+) at \S+\) (?:is lost|cannot be reached)"
+    r"rank \d+ \((?:rank (\d+) of the world, )?node ([^\s)]+)(?: at [^\s)]+)?\) "
+    r"(?:is lost|cannot be reached)"
 )
+"""As errors name a rank; over gloo without its address."""
 
 
 class RankFailure:

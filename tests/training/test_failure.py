@@ -26,6 +26,13 @@ TELL_OF_RANK_3: list[Told] = [
     lambda nodes: GroupAborted(
         f"rank 1 (rank 3 of the world, node {nodes[3]} at [::1]:2) cannot be reached for group x"
     ),
+    lambda nodes: PeerLost(
+        f"rank 1 (rank 3 of the world, node {nodes[3]}) is lost: a collective over Gloo failed"
+    ),
+    lambda nodes: GroupAborted(
+        f"rank 0 (rank 0 of the world, node {nodes[0]}) aborted the group: the backward of stage 0 "
+        f"failed: PeerLost: rank 1 (rank 3 of the world, node {nodes[3]}) is lost: a collective"
+    ),
     lambda nodes: GroupAborted("stopped: rank 3 (dp 1, pp 1, tp 0) is lost: rank 1 (node y)"),
 ]
 TELL_OF_NOBODY: list[Told] = [
