@@ -86,7 +86,7 @@ KEPT = MappingProxyType(
 @click.option("--batch-size", type=int, default=16, show_default=True, help="Sequences per step.")
 @click.option("--sequence-length", type=int, default=128, show_default=True)
 @click.option("--lr", type=float, help="Default: 3e-3 for a fresh model, 2e-5 for others.")
-@click.option("--warmup", type=int, default=20, show_default=True, help="Steps.")
+@click.option("--warmup", type=int, help="Steps; default: 20, at most a fifth of all.")
 @click.option(
     "--precision", type=click.Choice(get_args(Precision)), default="float32", show_default=True
 )
@@ -156,7 +156,9 @@ def train_config(flags: dict[str, Any], num_ranks: int) -> TrainConfig:
             f"dp {dp} x pp {pp} x tp {tp} makes {topology.world_size} ranks, there are "
             f"{num_ranks}: start as many with --launch or torchrun, or change the degrees"
         )
-    rate, parts = flags["lr"], flags["microbatches"]
+    rate, parts, warmup = flags["lr"], flags["microbatches"], flags["warmup"]
+    if warmup is None:
+        warmup = max(0, min(20, flags["steps"] // 5))
     if rate is None:
         rate = 3e-3 if flags["model"] == FRESH else 2e-5
     if parts is None:
@@ -169,7 +171,7 @@ def train_config(flags: dict[str, Any], num_ranks: int) -> TrainConfig:
         batch_size=flags["batch_size"],
         sequence_length=flags["sequence_length"],
         learning_rate=rate,
-        warmup_steps=flags["warmup"],
+        warmup_steps=warmup,
         total_steps=flags["steps"],
         precision=flags["precision"],
         checkpoint_activations=flags["recompute"],
@@ -255,25 +257,27 @@ def make_job(world: ProcessGroup, flags: dict[str, Any], resumed: Path | None) -
         return fresh_job(world, run=run, model=fresh_model(flags), seed=flags["seed"])
     spec = load_model_spec(flags["model"])
     metadata = text_metadata(spec)
+    tokenizer, adds_bos = tokenizer_of(spec)
     return fine_tune_job(
         world,
         run=run,
         spec=spec,
-        tokenizer=tokenizer_of(spec),
+        tokenizer=tokenizer,
         chat_template=metadata.chat_template,
         special_tokens=metadata.special_tokens,
-        adds_bos=bool(metadata.adds_bos),
+        adds_bos=adds_bos if metadata.adds_bos is None else metadata.adds_bos,
     )
 
 
-def tokenizer_of(spec: ModelSpec) -> Tokenizer:
-    """The tokenizer of a model of either format."""
+def tokenizer_of(spec: ModelSpec) -> tuple[Tokenizer, bool]:
+    """The tokenizer of a model of either format; whether prompts begin with BOS if nothing says."""
     if spec.gguf_metadata is not None:
-        return build_gguf_tokenizer(spec.gguf_metadata).backend
+        built = build_gguf_tokenizer(spec.gguf_metadata)
+        return built.backend, built.adds_bos
     path = Path(spec.path) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{path} is not there, which makes tokens of the text to train on")
-    return Tokenizer.from_file(str(path))
+    return Tokenizer.from_file(str(path)), False
 
 
 def train_with_progress(world: ProcessGroup, config: RunConfig, flags: dict[str, Any]) -> RunResult:

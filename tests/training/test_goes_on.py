@@ -31,7 +31,8 @@ from tests.support.checkpoints import (
     write_tiny_gguf,
 )
 
-SMALL = ("--batch-size", "4", "--sequence-length", "16", "--lr", "1e-3")
+# While the rate rises it does not depend on the number of all steps.
+SMALL = ("--batch-size", "4", "--sequence-length", "16", "--lr", "1e-3", "--warmup", "100")
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -161,6 +162,12 @@ def test_what_is_not_said_stays_as_it_was(
     train_lm.keep_settings(context, flags, tmp_path)
     expected = expected or {"lr": 0.1, "steps": 300}
     assert {name: flags[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("steps", "expected"), [("300", 20), ("40", 8), ("5", 1), ("1", 0)])
+def test_few_steps_are_not_all_warm_up(steps: str, expected: int) -> None:
+    context: click.Context = train_lm.main.make_context("train_lm", ["--steps", steps])
+    assert train_lm.train_config(context.params, 1).warmup_steps == expected
 
 
 def test_zero_is_no_way_to_ask_for_the_default(tmp_path: Path) -> None:
