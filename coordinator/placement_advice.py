@@ -46,6 +46,7 @@ def explain_misfit(
     nodes: Sequence[NodeCapacity],
     wanted: Sequence[int],
     would_fit: Callable[[Demand], bool],
+    is_slow: bool = False,
 ) -> str:
     """The message of a refused placement.
 
@@ -54,6 +55,8 @@ def explain_misfit(
         nodes: those that were to be used, in pipeline order.
         wanted: layers of each node by its memory.
         would_fit: whether another demand fits the same nodes.
+        is_slow: whether asking that takes long; streams and context are then halved until they
+            fit, and the most that fits may be up to twice as much.
     """
     model = demand.model
     costs = StageCosts(model, kv_tokens=demand.kv_tokens)
@@ -68,7 +71,10 @@ def explain_misfit(
             f"{demand.concurrency} x {demand.max_context_tokens} tokens), available are "
             f"{_gib(available)} on {len(nodes)} node(s)",
             *_node_lines(costs, nodes, wanted),
-            *(f"would fit: {line}" for line in _advice(demand, would_fit)),
+            *(
+                f"would fit: {line}"
+                for line in _advice(demand, would_fit, _halved if is_slow else _largest_fitting)
+            ),
         ]
     )
 
@@ -93,21 +99,23 @@ def _node_lines(
     return lines
 
 
-def _advice(demand: Demand, would_fit: Callable[[Demand], bool]) -> list[str]:
+def _advice(
+    demand: Demand,
+    would_fit: Callable[[Demand], bool],
+    most: Callable[[int, Callable[[int], bool]], int],
+) -> list[str]:
     lines: list[str] = []
-    streams = _largest_fitting(
-        demand.concurrency, lambda n: would_fit(replace(demand, concurrency=n))
-    )
+    streams = most(demand.concurrency, lambda n: would_fit(replace(demand, concurrency=n)))
     if streams:
         lines.append(f"{streams} stream(s) of {demand.max_context_tokens} tokens")
-    context = _largest_fitting(
+    context = most(
         demand.max_context_tokens, lambda n: would_fit(replace(demand, max_context_tokens=n))
     )
     if context:
         lines.append(f"a context of {context} tokens for {demand.concurrency} stream(s)")
     elif demand.concurrency > 1:
         single = replace(demand, concurrency=1)
-        context = _largest_fitting(
+        context = most(
             demand.max_context_tokens, lambda n: would_fit(replace(single, max_context_tokens=n))
         )
         if context:
@@ -136,6 +144,15 @@ def _largest_fitting(asked: int, fits: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _halved(asked: int, fits: Callable[[int], bool]) -> int:
+    """The first of asked / 2, asked / 4, ... that fits, 0 when none does."""
+    while asked > 1:
+        asked //= 2
+        if fits(asked):
+            return asked
+    return 0
 
 
 def _gib(num_bytes: int) -> str:

@@ -89,9 +89,21 @@ def best_plan(
     cost = held_model_cost(spec, dtype=run_dtype(config, spec), quantize=config.quantize)
     wishes = constraints(config, max_replicas=max_replicas)
 
+    refused: list[Workload] = []
+
     def attempt(context: int, concurrency: int) -> tuple[PlanResult, Workload]:
         asked = workload_of(config, context=context, concurrency=concurrency)
-        result = plan_placement(cost, cluster=profile, workload=asked, constraints=wishes)
+        try:
+            result = plan_placement(
+                cost,
+                cluster=profile,
+                workload=asked,
+                constraints=wishes,
+                advises=not refused,  # what is shown is the first refusal
+            )
+        except PlacementError:
+            refused.append(asked)
+            raise
         return result, asked
 
     return fit(config, spec, attempt)

@@ -87,7 +87,8 @@ def node_orders(
             pins = _pinned_runs(nodes, members, constraints)
             for way in _around(pins, runs, num_layers=num_layers):
                 orders[_placed(way, sizes)] = None
-    return list(orders)
+    # Where ranks must share stages, an order without neighbours of one kind has no stage at all.
+    return [order for order in orders if order]
 
 
 def _speed_class(slowness: float) -> float:

@@ -50,6 +50,7 @@ def plan_placement(
     cluster: ClusterProfile,
     workload: Workload,
     constraints: Constraints = _ANYTHING,
+    advises: bool = True,
 ) -> PlanResult:
     """Find the best placement.
 
@@ -58,6 +59,7 @@ def plan_placement(
         cluster: nodes and links as measured.
         workload: what is asked, and what is to be good.
         constraints: what the user wants.
+        advises: whether a refusal says what would fit, for which more is searched.
 
     Raises:
         ConfigError: a wish makes no sense for this model, or a node has no rate for its dtype.
@@ -68,6 +70,8 @@ def plan_placement(
         model, cluster=selection.cluster, workload=workload, constraints=constraints
     )
     found = find_best(search, workload=workload, constraints=constraints, cluster=selection.cluster)
+    if found is None and not advises:
+        raise PlacementError("the model does not fit")
     if found is None:
         raise PlacementError(
             explain_refusal(

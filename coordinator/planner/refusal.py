@@ -9,12 +9,10 @@ from coordinator.model_cost import ModelCost, NodeCapacity
 from coordinator.placement_advice import Demand, explain_misfit
 from coordinator.planner.memory_model import rank_memory
 from coordinator.planner.profiles import ClusterProfile, Constraints, NodeProfile, Workload
-from coordinator.planner.replicas import ReplicaSearch
+from coordinator.planner.replicas import EXACT_SHARED_NODES, ReplicaSearch
 from coordinator.planner.spans import ModelSpans
 from coordinator.shares import even_out
 from stagemesh.placement.counts import proportional_counts
-
-_ANY_SPEED = 1.0
 
 
 def explain_refusal(
@@ -50,7 +48,18 @@ def explain_refusal(
         )
         return _fits(other.model, cluster=cluster, workload=asked, constraints=constraints)
 
-    lines = [explain_misfit(demand, nodes=nodes, wanted=wanted, would_fit=would_fit)]
+    is_large = len(cluster.nodes) > EXACT_SHARED_NODES
+    is_simple = constraints.max_tp_degree == 1 and not constraints.pinned
+    lines = [
+        explain_misfit(
+            demand,
+            nodes=nodes,
+            wanted=wanted,
+            would_fit=would_fit,
+            # Elsewhere memory alone tells it, or a search of a few nodes.
+            is_slow=is_large and not is_simple,
+        )
+    ]
     lines += [f"  not used: {name}: {reason}" for name, reason in sorted(set_aside.items())[:16]]
     if constraints.pinned or constraints.num_stages or constraints.is_order_fixed:
         lines.append("constraints (stages, pinned layers, order) were kept; fewer may fit")
@@ -60,21 +69,23 @@ def explain_refusal(
 def _fits(
     model: ModelCost, *, cluster: ClusterProfile, workload: Workload, constraints: Constraints
 ) -> bool:
-    """Whether any plan fits, whatever its speed."""
+    """Whether any plan fits, however slow, that the planner would find if it were asked for."""
     if lacks_room(model, nodes=cluster.nodes, workload=workload, constraints=constraints):
         return False
-    speed = {model.dtype: _ANY_SPEED}
-    nodes = tuple(
-        replace(node, stream_bytes_per_second=speed, flops_per_second=speed)
+    rates = [
+        node_rates.get(model.dtype, 0.0)
         for node in cluster.nodes
-    )
+        for node_rates in (node.stream_bytes_per_second, node.flops_per_second)
+    ]
+    if min(rates) <= 0:  # in another dtype a node may not have been measured
+        return False
     search = ReplicaSearch(
         model,
-        cluster=replace(cluster, nodes=nodes),
+        cluster=cluster,
         workload=workload,
         constraints=replace(constraints, max_replicas=1),
     )
-    return search.fits(range(len(nodes)), streams=workload.concurrency)
+    return search.fits(range(len(cluster.nodes)), streams=workload.concurrency)
 
 
 def lacks_room(

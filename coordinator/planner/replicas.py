@@ -6,6 +6,7 @@ Streams divide as evenly as they can over the replicas.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import combinations
 
 from coordinator.model_cost import ModelCost
@@ -16,6 +17,7 @@ from coordinator.planner.ordered import OrderedSearch
 from coordinator.planner.orders import Order, node_orders
 from coordinator.planner.profiles import ClusterProfile, Constraints, Workload
 from coordinator.planner.rank_shares import can_divide
+from coordinator.planner.room import chain_fits, furthest_ends
 from coordinator.planner.step_times import decode_shape
 from coordinator.planner.subsets import SubsetSearch
 from coordinator.planner.units import Unit, UnitCosts, Ways, node_kind
@@ -51,11 +53,15 @@ class ReplicaSearch:
         self._cluster = cluster
         self._workload = workload
         self._constraints = constraints
-        self.ways = Ways(cluster)
         self._costs: dict[int, UnitCosts] = {}
         ranks = range(constraints.max_tp_degree, 0, -1)
         self.max_ranks = next((r for r in ranks if can_divide(model, r)), 1)
         _check_degrees(model, constraints)
+
+    @cached_property
+    def ways(self) -> Ways:
+        """Between the nodes."""
+        return Ways(self._cluster)
 
     @property
     def exact_limit(self) -> int:
@@ -151,6 +157,8 @@ class ReplicaSearch:
     ) -> Candidate | None:
         """The best pipeline along any of the orders."""
         best: Candidate | None = None
+        if self.max_ranks == 1 and self.fits_alone(members, streams=streams) is False:
+            return None
         for order in self.orders(members):
             search: ChainSearch = OrderedSearch(self.costs(streams), self.ways, order)
             found = self._optimiser(members, streams).best(search, below=below)
@@ -163,12 +171,35 @@ class ReplicaSearch:
         if len(members) <= self.exact_limit:
             return self.exact(members, streams=streams) is not None
         few = self.without_surplus(members)
+        alone = self.fits_alone(few, streams=streams)
+        if alone is not None and (alone or self.max_ranks == 1):
+            return alone
         shape = decode_shape(self._workload, rows=1)
         return any(
             OrderedSearch(self.costs(streams), self.ways, order).best(
                 shape, counts=self.allowed, limit_seconds=float("inf")
             )
             for order in self.orders(few)
+        )
+
+    def fits_alone(self, members: Sequence[int], *, streams: int) -> bool | None:
+        """Whether a pipeline of stages of one node each is found along any of the orders.
+
+        None where that is not told without a search: layers are pinned, or ranks must share.
+        """
+        wishes = self._constraints
+        if wishes.pinned or max(wishes.tp_degrees, default=1) > 1:
+            return None
+        ends = furthest_ends(
+            self._model, self._cluster.nodes, workload=self._workload, streams=streams
+        )
+        return any(
+            chain_fits(
+                [placed.unit[0] for placed in order if len(placed.unit) == 1],
+                ends,
+                counts=replace(self.allowed, degrees=()),
+            )
+            for order in self.orders(members)
         )
 
     def _optimiser(self, members: Sequence[int], streams: int) -> Optimiser:

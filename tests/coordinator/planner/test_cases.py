@@ -55,8 +55,8 @@ def make_node(name: str, *, memory: int, speed: float = 1e9) -> NodeProfile:
     return NodeProfile(
         node_id=name,
         memory_bytes=memory,
-        stream_bytes_per_second={"float32": speed},
-        flops_per_second={"float32": 100 * speed},
+        stream_bytes_per_second={"float32": speed, "bfloat16": 2 * speed},
+        flops_per_second={"float32": 100 * speed, "bfloat16": 100 * speed},
     )
 
 
@@ -378,8 +378,8 @@ def test_values_that_make_no_sense_are_refused(make, text):
 
 
 def test_a_node_without_a_rate_for_the_dtype_is_named():
-    model = replace(make_model(2), dtype="bfloat16")
-    with pytest.raises(ConfigError, match="'n0' has no stream_bytes_per_second for bfloat16"):
+    model = replace(make_model(2), dtype="float16")
+    with pytest.raises(ConfigError, match="'n0' has no stream_bytes_per_second for float16"):
         plan_placement(model, cluster=equal_nodes(1), workload=ALONE)
 
 
