@@ -13,6 +13,11 @@ So a rate has in it what layers of a dtype add to those of fp32, and what small 
 A wide stage's steps take turns with those of narrow ones, and what is taken from each other was
 measured within a tenth of a second: how fast a machine is changes by a fifth from second to second.
 Figures are medians: what disturbs a step now and then disturbs steps that serve as well.
+
+All slices with their pauses have `BUDGET_SECONDS`, of which each dtype has its part: rounds end
+with it, and one is the least. A device gets smaller stages where its memory is slow, and after a
+dtype that took longer than its part. So only one that needs longer for the least, of the smallest
+stages, takes longer.
 """
 
 import time
@@ -37,8 +42,19 @@ _SLICE_SECONDS = 0.1
 _FIRST_ROUNDS = 2
 _DECODE_ROUNDS = 5
 _PREFILL_ROUNDS = 3
+"""The most, where there is time for them."""
+_DECODE_SHARE = 0.75
+"""Of a dtype's time, until when there are more rounds of single tokens."""
+_READ_SECONDS = 0.03
+"""A wide stage is no larger than what is read in this time."""
+_FLUSH_SECONDS = 0.01
+"""Nor is what is read between steps larger than this: slow memory has small caches."""
+_FLUSHES_TIMED = 2
 _LEAST_SHARE = 0.1
 """Of a step, however much the overheads seem to be."""
+
+BUDGET_SECONDS = 1.5
+"""For all slices and pauses, waiting for others not included."""
 
 PAUSE_SECONDS = 0.006
 """Between two slices: longer than idle threads spin before they sleep."""
@@ -90,10 +106,19 @@ class SpeedMeasurement:
     Args:
         device: what to measure.
         weight_bytes: memory that it may take.
+        budget_seconds: for all slices and the pauses between them.
     """
 
-    def __init__(self, device: torch.device, *, weight_bytes: int = _WEIGHT_BYTES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        weight_bytes: int = _WEIGHT_BYTES,
+        budget_seconds: float = BUDGET_SECONDS,
+    ) -> None:
         self._device = device
+        self._budget_seconds = budget_seconds
+        self._spent_seconds = 0.0
         self._flushed_bytes = max(1, weight_bytes // _FLUSHED_PARTS)
         self._weight_bytes = max(1, weight_bytes - self._flushed_bytes)
         self._other: OtherMemory | None = None
@@ -108,27 +133,52 @@ class SpeedMeasurement:
     def overhead_slices(self) -> Iterator[Slice]:
         """The slices that keep next to no memory."""
         for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
-            yield lambda n=num_layers: self._make_narrow(n)  # type: ignore[misc]
+            yield self._counted(lambda n=num_layers: self._make_narrow(n))  # type: ignore[misc]
+        yield self._counted(self._fit_to_memory)
         for _ in range(_FIRST_ROUNDS):
             yield from self._narrow_slices()
-        yield self._drop_flushed
+        yield self._counted(self._drop_flushed)
 
     def rate_slices(self) -> Iterator[Slice]:
         """The slices that need weights."""
-        for name, dtype in DTYPES.items():
-            yield lambda d=dtype: self._make_wide(d)  # type: ignore[misc]
-            for _ in range(_DECODE_ROUNDS):
-                yield from self._narrow_slices()
-                yield self._time_decode
-            yield self._choose_rows
-            for _ in range(_PREFILL_ROUNDS):
-                yield self._time_prefill
-            yield lambda n=name, d=dtype: self._end_wide(n, d)  # type: ignore[misc]
-        yield self._drop_flushed
+        for number, (name, dtype) in enumerate(DTYPES.items()):
+            begun = self._spent_seconds
+            part = (self._budget_seconds - begun) / (len(DTYPES) - number)
+            yield self._counted(lambda d=dtype: self._make_wide(d))  # type: ignore[misc]
+            for _ in self._rounds(_DECODE_ROUNDS, until=begun + _DECODE_SHARE * part):
+                if self._spent_seconds < begun + part:
+                    yield from self._narrow_slices()
+                yield self._counted(self._time_decode)
+            yield self._counted(self._choose_rows)
+            for _ in self._rounds(_PREFILL_ROUNDS, until=begun + part):
+                yield self._counted(self._time_prefill)
+            yield self._counted(lambda n=name, d=dtype: self._end_wide(n, d))  # type: ignore[misc]
+            over = (self._spent_seconds - begun) / max(part, PAUSE_SECONDS)
+            self._weight_bytes = int(self._weight_bytes / max(over, 1.0))
+        yield self._counted(self._drop_flushed)
 
     def _narrow_slices(self) -> Iterator[Slice]:
         for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
-            yield lambda n=num_layers: self._time_narrow(n)  # type: ignore[misc]
+            yield self._counted(lambda n=num_layers: self._time_narrow(n))  # type: ignore[misc]
+
+    def _rounds(self, most: int, *, until: float) -> Iterator[int]:
+        """One round, and up to so many while there is time for one more."""
+        begun = self._spent_seconds
+        for number in range(most):
+            one = (self._spent_seconds - begun) / max(1, number)
+            if number and self._spent_seconds + one > until:
+                return
+            yield number
+
+    def _counted(self, each: Slice) -> Slice:
+        """The slice, its time and pause taken from the budget."""
+
+        def run() -> None:
+            started = time.perf_counter()
+            each()
+            self._spent_seconds += time.perf_counter() - started + PAUSE_SECONDS
+
+        return run
 
     def result(self) -> DeviceSpeed:
         """What came out, once all slices have run."""
@@ -151,6 +201,15 @@ class SpeedMeasurement:
         stage = self._narrow[num_layers] = TrialStage(num_layers, device=self._device)
         stage.decode()
         self._flush()
+
+    def _fit_to_memory(self) -> None:
+        """Take less where memory is so slow that reading all of it takes too long."""
+        seconds = min(self._time(self._flush) for _ in range(_FLUSHES_TIMED))
+        rate = self._flushed_bytes / max(seconds, 1e-9)
+        self._weight_bytes = max(1, min(self._weight_bytes, int(_READ_SECONDS * rate)))
+        fewer = max(1, min(self._flushed_bytes, int(_FLUSH_SECONDS * rate)))
+        if fewer < self._flushed_bytes:
+            self._flushed_bytes, self._other = fewer, None
 
     def _time_narrow(self, num_layers: int) -> None:
         self._steps[num_layers].append(self._time(self._narrow[num_layers].decode))

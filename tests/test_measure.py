@@ -1,6 +1,8 @@
 """What a measurement makes of the times of steps, with a clock that only the stages move."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
 import torch
@@ -34,11 +36,15 @@ class Machine:
     stream: float = 2e10
     flops: float = 2e11
     slower_by: float = 1.0
+    making: float = 0.0
+    """Seconds for each byte of a wide stage."""
+    steps: Counter[str] = field(default_factory=Counter)
 
     def stage(self, num_layers: int, *, device, hidden_size: int = 48, dtype=torch.float32):
         wide = hidden_size > 48
         parameters = num_layers * matrix_parameters(hidden_size) if wide else 0
         fixed = self.step + num_layers * self.layer
+        self.clock.seconds += parameters * dtype.itemsize * self.making
         return Stage(
             machine=self,
             num_layers=num_layers,
@@ -60,19 +66,41 @@ class Stage:
     slowness: float = 1.0
 
     def decode(self) -> None:
+        self.machine.steps["decode"] += 1
         self.machine.clock.seconds += self.decode_seconds * self.slowness
         self.slowness *= self.machine.slower_by
 
     def prefill(self, num_tokens: int) -> None:
+        self.machine.steps["prefill"] += 1
         self.machine.clock.seconds += self.fixed + num_tokens * self.row_seconds
 
 
+@dataclass(kw_only=True)
+class Other:
+    """Memory that the machine reads as fast as weights."""
+
+    machine: Machine
+    num_bytes: int
+
+    def read(self) -> None:
+        self.machine.clock.seconds += self.num_bytes / self.machine.stream
+
+
 def measured(monkeypatch: pytest.MonkeyPatch, **figures: float) -> measure.DeviceSpeed:
-    machine = Machine(clock=Clock(), **figures)
+    return measured_by(Machine(clock=Clock(), **figures), monkeypatch)
+
+
+def measured_by(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, **settings: float
+) -> measure.DeviceSpeed:
     monkeypatch.setattr(measure, "time", machine.clock)
     monkeypatch.setattr(measure, "TrialStage", machine.stage)
-    speed = SpeedMeasurement(CPU, weight_bytes=WEIGHT_BYTES)
-    for each in (*speed.overhead_slices(), *speed.rate_slices()):
+    monkeypatch.setattr(
+        measure, "OtherMemory", lambda _, num_bytes: Other(machine=machine, num_bytes=num_bytes)
+    )
+    speed = SpeedMeasurement(CPU, weight_bytes=WEIGHT_BYTES, **settings)
+    for each in chain(speed.overhead_slices(), speed.rate_slices()):
+        machine.clock.seconds += measure.PAUSE_SECONDS
         each()
     return speed.result()
 
@@ -110,6 +138,35 @@ def test_a_machine_that_slows_down_meanwhile_is_measured_in_its_middle(
 
 
 @pytest.mark.parametrize(
+    "figures",
+    [
+        {},
+        {"step": 1e-2, "layer": 1e-3},
+        {"making": 5e-9},
+        {"stream": 2e9, "flops": 1e10, "making": 4e-9},
+        {"step": 5e-3, "layer": 2e-3, "stream": 1e9, "flops": 5e9},
+    ],
+)
+def test_a_measurement_ends_in_time_however_slow_the_device(
+    monkeypatch: pytest.MonkeyPatch, figures: dict[str, float]
+) -> None:
+    machine = Machine(clock=Clock(), **figures)
+    speed = measured_by(machine, monkeypatch)
+    assert machine.clock.seconds < 2
+    for rates in speed.rates.values():
+        assert rates.stream_bytes_per_second == pytest.approx(machine.stream, rel=1e-6)
+        assert rates.flops_per_second == pytest.approx(machine.flops, rel=1e-6)
+    # Negative control: time to spare goes into more steps, and then it does take longer.
+    patient = Machine(clock=Clock(), **figures)
+    measured_by(patient, monkeypatch, budget_seconds=60.0)
+    if figures:
+        assert patient.steps["decode"] > machine.steps["decode"]
+        assert patient.clock.seconds > machine.clock.seconds
+    else:
+        assert patient.steps == machine.steps
+
+
+@pytest.mark.parametrize(
     ("weight_bytes", "element_bytes", "expected"),
     [
         (85 * MIB, 4, (768, 3)),
@@ -140,5 +197,9 @@ def test_a_trial_stage_runs_prompts_and_tokens(dtype: torch.dtype) -> None:
     model = stage._engine.stage.model
     (layer, _) = model.model.layers
     sizes = [p.numel() for p in layer.parameters() if p.dim() > 1]
-    packed = [m.in_features * m.out_features for m in layer.modules() if hasattr(m, "_packed")]
+    packed = [
+        m.in_features * m.out_features
+        for m in layer.modules()
+        if hasattr(m, "in_features") and not isinstance(m, torch.nn.Linear)
+    ]
     assert sum(sizes) + sum(packed) == stage.layer_parameters == matrix_parameters(192)
