@@ -11,7 +11,7 @@ from stagemesh.errors import PeerLost
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.codec import encode_parts
 from stagemesh.rpc.convert import our_version, step_header_to_proto
-from stagemesh.rpc.handshake import STREAM_ERRORS, shake_hands, why_ended
+from stagemesh.rpc.handshake import STREAM_ERRORS, PeerStatus, shake_hands, why_ended
 from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
 from stagemesh.steps import StageTiming, Step
 
@@ -57,6 +57,7 @@ class NextStage:
         self._stage = stage
         self._channel = open_channel(address, token=token, kind="data")
         self._call: grpc.aio.StreamStreamCall[node_pb2.StepFrame, node_pb2.StepAck] | None = None
+        self._status: PeerStatus | None = None
 
     async def connect(self, timeout_seconds: float) -> float:
         """Open the stream and wait for the peer's acceptance; return the seconds it took.
@@ -69,6 +70,7 @@ class NextStage:
         # Not called "async": protobuf's stub is typed for both, the channel decides.
         stub: node_pb2_grpc.NodeServiceAsyncStub = node_pb2_grpc.NodeServiceStub(self._channel)
         call = stub.RunSteps()
+        self._status = PeerStatus(call)
         await shake_hands(
             call,
             node_pb2.StepFrame(hello=self._hello),
@@ -113,14 +115,17 @@ class NextStage:
                 node_id=self.node_id,
             ) from error
         except STREAM_ERRORS as error:
-            self._break(call)
-            raise await why_ended(
+            # First: a call that is cancelled here forgets what its peer said.
+            why = await why_ended(
                 call,
                 error,
                 operation=f"send step {step.step_id}",
                 peer=self._peer,
                 node_id=self.node_id,
-            ) from error
+                status=self._status,
+            )
+            self._break(call)
+            raise why from error
 
     @property
     def _peer(self) -> str:

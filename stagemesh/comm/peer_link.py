@@ -29,11 +29,14 @@ from stagemesh.comm.transport import Envelope
 from stagemesh.errors import CommError, GroupAborted, PeerLost, ProtocolError
 from stagemesh.rpc.channels import open_channel, wait_ready
 from stagemesh.rpc.convert import our_version
+from stagemesh.rpc.handshake import PeerStatus, final_error
 from stagemesh.rpc.status import from_rpc_error
 from stagemesh.rpc.unix_socket import is_reachable, target_of
 from stagemesh.rpc.v1 import comm_pb2
 
 _CLOSE_SECONDS = 1.0
+# A little longer than `final_error` may take.
+_STATUS_SECONDS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +104,14 @@ class PeerLink:
         config: LinkConfig,
         channel: grpc.aio.Channel,
         call: ExchangeCall,
+        status: PeerStatus,
         on_broken: Callable[[CommError], None],
     ) -> None:
         self._peer = peer
         self._config = config
         self._channel = channel
         self._call = call
+        self._status = status
         self._on_broken = on_broken
         self.last_sent: SentMessage | None = None
         """The last small message, to know its like."""
@@ -169,7 +174,7 @@ class PeerLink:
             await self._call.write(frame)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # The reader of acks learns why the stream ended.
-            await asyncio.wait({self._acks}, timeout=_CLOSE_SECONDS)
+            await asyncio.wait({self._acks}, timeout=_STATUS_SECONDS)
             self._break("its stream ended")
             raise self._lost() from error
 
@@ -182,7 +187,8 @@ class PeerLink:
                 assert isinstance(ack, comm_pb2.ExchangeAck)
                 self._window.release(ack.credit_bytes)
             self._break("it left the group")
-        except grpc.aio.AioRpcError as error:
+        except grpc.aio.AioRpcError as raised:
+            error = await final_error(self._call, raised, self._status)
             cause = from_rpc_error(error, operation="Exchange", peer=str(self._peer))
             if isinstance(cause, GroupAborted):
                 # The peer's abort reaches us on this stream or on its own, whichever is faster.
@@ -218,6 +224,7 @@ async def open_link(
         await _wait_connected(channel, peer, config)
         # No timeout: the stream lives as long as the group.
         call = open_exchange(channel)
+        status = PeerStatus(call)
         async with asyncio.timeout(config.connect_seconds):
             await call.write(_hello(peer, config))
             ack = await call.read()
@@ -230,7 +237,9 @@ async def open_link(
         if isinstance(error, TimeoutError):
             raise _unreachable(peer, config, "it did not answer the hello") from error
         raise
-    return PeerLink(peer, config=config, channel=channel, call=call, on_broken=on_broken)
+    return PeerLink(
+        peer, config=config, channel=channel, call=call, status=status, on_broken=on_broken
+    )
 
 
 async def _wait_connected(channel: grpc.aio.Channel, peer: PeerAddress, config: LinkConfig) -> None:

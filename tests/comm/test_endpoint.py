@@ -112,6 +112,19 @@ async def test_a_group_that_was_left_may_be_opened_again():
         assert [result.item() for result in results] == [2.0, 2.0]
 
 
+async def test_a_rank_that_refuses_a_tensor_in_its_middle_says_why():
+    async with contextlib.AsyncExitStack() as stack:
+        pair = [
+            await stack.enter_async_context(CommEndpoint(max_tensor_bytes=limit))
+            for limit in (2**30, 1000)
+        ]
+        groups = await open_pair(pair)
+        with pytest.raises(
+            PeerLost, match=rf"^send to rank 1.* has {2**26} bytes; the limit is 1000"
+        ):
+            await groups[0].send(torch.zeros(2**24), dst=1)
+
+
 async def test_closing_an_endpoint_tells_the_other_rank():
     async with endpoints(None, None) as pair:
         groups = await open_pair(pair)

@@ -5,12 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 
 from stagemesh.errors import NotReady, PeerLost, ProtocolError, StagemeshError
+from stagemesh.rpc import handshake
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.handshake import shake_hands, why_ended
+from stagemesh.rpc.handshake import PeerStatus, shake_hands, why_ended
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.v1 import node_pb2, node_pb2_grpc
 
@@ -94,8 +96,44 @@ async def test_an_accepted_stream_is_open_and_says_later_why_it_ended():
             call, caught.value, operation="send step 3", peer="node b (host:1)", node_id="b"
         )
     assert isinstance(why, PeerLost)
-    assert str(why) == "send step 3: node b (host:1) ended the stream: OK "
+    assert str(why) == "send step 3: node b (host:1) ended the stream"
     assert why.node_id == "b"
+
+
+async def refuse_later(requests: Any) -> AsyncIterator[node_pb2.StepAck]:
+    await anext(aiter(requests))
+    yield node_pb2.StepAck(accepted=True)
+    raise NotReady("the stage is gone")
+
+
+async def test_who_writes_to_a_refused_stream_learns_why(monkeypatch):
+    """Whatever the write meets: the end that was seen, or one that comes in its middle."""
+    monkeypatch.setattr(handshake, "_STATUS_SECONDS", 0.05)
+    async with call_to(refuse_later) as call:
+        status = PeerStatus(call)
+        await shake(call)
+        await asyncio.wait_for(call.code(), 5)
+        with pytest.raises(asyncio.InvalidStateError) as caught:
+            await call.write(HELLO)
+        seen = await why_ended(call, caught.value, operation="send", peer="node b", node_id="b")
+        # What such a write leaves behind until the status of the peer is here.
+        internal = grpc.aio.AioRpcError(
+            grpc.StatusCode.INTERNAL,
+            grpc.aio.Metadata(),
+            grpc.aio.Metadata(),
+            details="Internal error from Core",
+        )
+        middle = await why_ended(call, internal, operation="send", peer="node b", node_id="b")
+        # Such a write may also come second.
+        call._cython_call.set_internal_error("a batch failed")
+        settings = {"operation": "send", "peer": "node b", "node_id": "b"}
+        kept = await why_ended(call, internal, **settings, status=status)
+        # Control: then nobody else knows any more.
+        lost = await why_ended(call, internal, **settings)
+    for why in (seen, middle, kept):
+        assert isinstance(why, NotReady)
+        assert str(why) == "send on node b: the stage is gone"
+    assert "INTERNAL Internal error from Core" in str(lost)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +141,7 @@ async def test_an_accepted_stream_is_open_and_says_later_why_it_ended():
     [
         (refuse, NotReady, "open steps on node b (host:1): no such deployment"),
         (shrug, ProtocolError, "open steps: node b (host:1) answered the hello without accepting"),
-        (end, PeerLost, "open steps: node b (host:1) ended the stream: OK"),
+        (end, PeerLost, "open steps: node b (host:1) ended the stream"),
         (hang, PeerLost, "open steps: node b (host:1) did not accept the stream within 0.3 s"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
