@@ -2,7 +2,8 @@
 
 transformers' plan names the linear layers that are cut by rows of their weight (`colwise`: each
 rank computes some of the outputs) and by columns (`rowwise`: each rank has some of the inputs, and
-the partial sums are added up). What the plan does not say follows from the names and shapes inside
+the partial sums are added up); `added_styles` names the layers that some families' plans leave
+whole though they can be cut. What the plan does not say follows from the names and shapes inside
 an attention layer: query heads, KV heads, or one vector for all heads.
 
 Two styles mean another thing here than in transformers. `colwise_gather_output` with
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stagemesh.errors import UnsupportedModel
+from stagemesh.models.added_styles import with_added_styles
 from stagemesh.models.attention_cuts import HeadCutter, cut_attention_rest
 from stagemesh.models.expert_cuts import cut_experts, expert_width
 from stagemesh.models.outline import base_of, find_layers
@@ -40,6 +42,8 @@ _OTHER_STYLES = frozenset(
     }
 )
 _EXPERT_STYLE = "moe_tp_experts"
+# Both halves of a gated MLP in one matrix: [gate; up].
+_GATE_AND_UP = frozenset({"gate_up_proj", "input_linear"})
 # Families whose joined projection has the heads in another order than [query; key; value].
 _OTHER_ORDER = frozenset({"codegen"})
 
@@ -81,7 +85,8 @@ def plan_tensor_parallel(
     """
     where = f"{name} ({model.config.model_type})"
     config: Any = model.config.get_text_config()
-    styles = getattr(model.config, "base_model_tp_plan", None)
+    told = getattr(model.config, "base_model_tp_plan", None)
+    styles = with_added_styles(model.config.model_type, told)
     if not styles or model.config.model_type in _OTHER_ORDER:
         raise UnsupportedModel(
             f"{where}: transformers gives no tensor-parallel plan for this family"
@@ -211,8 +216,8 @@ class _Planner:
             self.plan.cuts[f"{name}.bias"] = TensorCut(rows=rows)
 
     def _mlp_rows(self, name: str, attribute: str, total: int, style: str) -> tuple[Range, ...]:
-        if attribute == "gate_up_proj":
-            # [gate; up], which the family's code takes apart in the middle.
+        if attribute in _GATE_AND_UP:
+            # The family's code takes it apart in the middle.
             start, end = self._mlp_range(name, total // 2 if total % 2 == 0 else total)
             return (start, end), (total // 2 + start, total // 2 + end)
         if style != "colwise":

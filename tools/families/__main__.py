@@ -1,4 +1,4 @@
-"""`python -m tools.families [--write] [FAMILY ...]`: run families, print or write the table."""
+"""`python -m tools.families [--write] [FAMILY ...]`: run families, print or write their rows."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tools.families.parity import FamilyRow, examine
-from tools.families.table import render, write
+from tools.families.table import read, render, write
 from tools.families.tiny_configs import causal_families
 
 
@@ -17,15 +17,16 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tools.families", description=__doc__)
     parser.add_argument("families", nargs="*", help="transformers' model types; default all")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md")
+    parser.add_argument("--write", action="store_true", help="write their rows to docs/models.md")
     arguments = parser.parse_args()
-    if arguments.write and arguments.families:
-        parser.error("--write writes the rows of all families; give none")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     rows = [_row(family) for family in arguments.families or causal_families()]
     if arguments.write:
-        write(rows)
+        renewed = {row.family: row for row in rows}
+        if arguments.families:
+            renewed = read() | renewed
+        write(renewed[family] for family in sorted(renewed))
     else:
         sys.stdout.write(render(rows) + "\n")
 
