@@ -15,8 +15,8 @@ measured within a tenth of a second: how fast a machine is changes by a fifth fr
 Figures are medians: what disturbs a step now and then disturbs steps that serve as well.
 
 All slices with their pauses have `BUDGET_SECONDS`, of which each dtype has its part: rounds end
-with it, and one is the least. A device gets smaller stages where its memory is slow, and after a
-dtype that took longer than its part. So only one that needs longer for the least, of the smallest
+with it, and one is the least. A device gets smaller stages where its memory is slow, and once
+something took longer than its part. So only one that needs longer for the least, of the smallest
 stages, takes longer.
 """
 
@@ -43,6 +43,8 @@ _FIRST_ROUNDS = 2
 _DECODE_ROUNDS = 5
 _PREFILL_ROUNDS = 3
 """The most, where there is time for them."""
+_USUAL_SHARE = 0.8
+"""Of the budget, what is left for the dtypes: with less, their stages are smaller."""
 _DECODE_SHARE = 0.75
 """Of a dtype's time, until when there are more rounds of single tokens."""
 _READ_SECONDS = 0.03
@@ -144,7 +146,8 @@ class SpeedMeasurement:
         for number, (name, dtype) in enumerate(DTYPES.items()):
             begun = self._spent_seconds
             part = (self._budget_seconds - begun) / (len(DTYPES) - number)
-            yield self._counted(lambda d=dtype: self._make_wide(d))  # type: ignore[misc]
+            size = int(self._weight_bytes * min(1.0, part / self._usual_part()))
+            yield self._counted(lambda d=dtype, s=size: self._make_wide(d, s))  # type: ignore[misc]
             for _ in self._rounds(_DECODE_ROUNDS, until=begun + _DECODE_SHARE * part):
                 if self._spent_seconds < begun + part:
                     yield from self._narrow_slices()
@@ -160,6 +163,10 @@ class SpeedMeasurement:
     def _narrow_slices(self) -> Iterator[Slice]:
         for num_layers in (_FEW_LAYERS, _MANY_LAYERS):
             yield self._counted(lambda n=num_layers: self._time_narrow(n))  # type: ignore[misc]
+
+    def _usual_part(self) -> float:
+        """Seconds that a dtype has where nothing before it took long."""
+        return _USUAL_SHARE * self._budget_seconds / len(DTYPES)
 
     def _rounds(self, most: int, *, until: float) -> Iterator[int]:
         """One round, and up to so many while there is time for one more."""
@@ -214,8 +221,8 @@ class SpeedMeasurement:
     def _time_narrow(self, num_layers: int) -> None:
         self._steps[num_layers].append(self._time(self._narrow[num_layers].decode))
 
-    def _make_wide(self, dtype: torch.dtype) -> None:
-        hidden_size, num_layers = wide_size(self._weight_bytes, element_bytes=dtype.itemsize)
+    def _make_wide(self, dtype: torch.dtype, weight_bytes: int) -> None:
+        hidden_size, num_layers = wide_size(max(1, weight_bytes), element_bytes=dtype.itemsize)
         self._wide = TrialStage(
             num_layers, device=self._device, hidden_size=hidden_size, dtype=dtype
         )
