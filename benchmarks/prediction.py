@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ _PROMPT_TOKENS = 32
 _THREADS = (2, 2, 1, 1)
 _NODES = ("node-1", "node-2", "node-3", "node-4")
 _CHOICE = "the planner's choice"
+_MOST_RANKS = 2
+"""Nodes that the planner may let share a stage."""
 _SAMPLE = "smollm2-135m-instruct"
 _MEMORY_CONTEXT, _MEMORY_STREAMS = 1024, 4
 
@@ -47,7 +50,12 @@ class Layout:
 
     name: str
     layers: dict[str, tuple[int, int]]
-    """By node."""
+    """By node; nodes of one range share the stage."""
+
+    @property
+    def most_ranks(self) -> int:
+        """Nodes of the stage that the most share."""
+        return max(Counter(self.layers.values()).values(), default=1)
 
 
 LAYOUTS = (
@@ -64,6 +72,7 @@ LAYOUTS = (
         name="4 stages, two slowed",
         layers={"node-1": (0, 8), "node-2": (8, 16), "node-3": (16, 23), "node-4": (23, 30)},
     ),
+    Layout(name="1 stage, two slowed share it", layers={"node-3": (0, 30), "node-4": (0, 30)}),
 )
 
 
@@ -79,6 +88,7 @@ def deployment_of(layout: Layout | None, *, dtype: str, context: int) -> Deploym
         objective="latency",
         prompt_tokens=_PROMPT_TOKENS,
         pinned=pinned,
+        max_tp=_MOST_RANKS if layout is None else layout.most_ranks,
         excluded=frozenset(_NODES) - set(pinned) if pinned else frozenset(),
     )
 
@@ -132,7 +142,11 @@ async def decode(running: LocalCluster, model: str, new_tokens: int) -> tuple[fl
 def predicted(deployment: Deployment, profile: ClusterProfile) -> PlanResult:
     """The prediction for the plan that a deployment runs."""
     assert deployment.plan is not None
-    pinned = {s.node_id: (s.start_layer, s.end_layer) for s in deployment.plan.stages}
+    pinned = {
+        rank.node_id: (stage.start_layer, stage.end_layer)
+        for stage in deployment.plan.stages
+        for rank in stage.ranks
+    }
     layout = Layout(name=deployment.name, layers=pinned)
     config = deployment_of(
         layout, dtype=deployment.plan.dtype, context=deployment.plan.max_context_tokens
@@ -188,7 +202,10 @@ async def run_speed(
 
 def _shape(deployment: Deployment) -> str:
     assert deployment.plan is not None
-    return " + ".join(f"{s.node_id}:{s.num_layers}" for s in deployment.plan.stages)
+    return " + ".join(
+        f"{'&'.join(rank.node_id for rank in s.ranks)}:{s.num_layers}"
+        for s in deployment.plan.stages
+    )
 
 
 def memory_models(folder: Path) -> dict[str, str]:

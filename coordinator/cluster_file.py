@@ -41,7 +41,7 @@ _NODE_KEYS = frozenset(
         "device",
     }
 )
-_LINK_KEYS = frozenset({"latency_ms", "gbit_per_second"})
+_LINK_KEYS = frozenset({"latency_ms", "gbit_per_second", "sum_us"})
 _MAX_NODES = 100_000
 _DEFAULT_LAYER_OVERHEAD_US = 200
 _DEFAULT_STEP_OVERHEAD_US = 500
@@ -146,6 +146,9 @@ def _link(table: Any, where: str) -> LinkProfile:
     return LinkProfile(
         latency_seconds=_number(table, "latency_ms", where, default=None) * 1e-3,
         bytes_per_second=_number(table, "gbit_per_second", where, default=None) * 1e9 / 8,
+        sum_seconds=_number(table, "sum_us", where, default=None) * 1e-6
+        if "sum_us" in table
+        else None,
     )
 
 

@@ -101,8 +101,8 @@ class DeploymentConfig:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the planner decides, where nodes were measured."""
-        return self.objective is not None or bool(self.pinned)
+        """Whether the planner decides, where nodes were measured: only it pins and shares."""
+        return self.objective is not None or bool(self.pinned) or self.max_tp > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

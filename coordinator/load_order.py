@@ -144,14 +144,15 @@ def load_request(
             node_pb2.TensorGroup(
                 group_id=f"{order.deployment_id}/stage-{assignment.stage}",
                 incarnation=order.incarnation,
-                members=[_group_member(node) for node in members],
+                members=[group_member(node) for node in members],
                 timeout_seconds=order.group_seconds,
             )
         )
     return request
 
 
-def _group_member(node: NodeInfo) -> comm_pb2.GroupMember:
+def group_member(node: NodeInfo) -> comm_pb2.GroupMember:
+    """A node as a rank of a group."""
     return comm_pb2.GroupMember(
         node_id=node.node_id,
         address=node.address,

@@ -66,6 +66,8 @@ def planner_node(info: NodeInfo, measured: MeasuredNode) -> NodeProfile:
         step_overhead_seconds=measured.step_overhead_seconds,
         num_threads=info.num_threads,
         device=info.device,
+        machine_id=info.machine_id,
+        num_cores=info.num_cores,
     )
 
 
@@ -164,12 +166,6 @@ class Measurements:
         )
 
 
-def _lowest(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By dtype that all have."""
-    dtypes = set.intersection(*(set(each) for each in rates))
-    return {dtype: min(each[dtype] for each in rates) for dtype in sorted(dtypes)}
-
-
 def typical_link(links: Iterable[LinkProfile]) -> LinkProfile:
     """What to expect of a link that was not measured: the median of those that were."""
     known = list(links)
@@ -178,7 +174,15 @@ def typical_link(links: Iterable[LinkProfile]) -> LinkProfile:
     return LinkProfile(
         latency_seconds=median(link.latency_seconds for link in known),
         bytes_per_second=median(link.bytes_per_second for link in known),
+        sum_seconds=_median(link.sum_seconds for link in known),
+        sum_bytes_per_second=_median(link.sum_bytes_per_second for link in known),
     )
+
+
+def _median(figures: Iterable[float | None]) -> float | None:
+    """Of those that were measured; None of none."""
+    known = [figure for figure in figures if figure is not None]
+    return median(known) if known else None
 
 
 def _name(node: NodeInfo | None) -> str:

@@ -5,11 +5,15 @@ Probes of pairs that share a node never run at once, or they would share what ea
 
 import asyncio
 import logging
+import math
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc.aio
 
+from coordinator.load_order import group_member
 from coordinator.measurements import Measurements
 from coordinator.membership import NodeInfo
 from coordinator.planner.profiles import LinkProfile
@@ -141,6 +145,8 @@ class Measurer:
             logger.warning("link not measured: %s", error, extra={"peer": target.node_id})
             self._failed_at[_key(pair)] = time.monotonic()
             return
+        if source is not None:
+            link = await self._with_sums(source, target, link)
         self._measurements.put_link(source, target, link)
 
     async def _probe_from_here(self, target: NodeInfo) -> LinkProfile:
@@ -178,6 +184,55 @@ class Measurer:
                 + (reply.links[0].error if reply.links else "no answer")
             )
         return link_profile(reply.links[0])
+
+    async def _with_sums(
+        self, source: NodeInfo, target: NodeInfo, link: LinkProfile
+    ) -> LinkProfile:
+        """The link, with what sums take over it; without where the two cannot add up."""
+        nodes = (source, target)
+        request = profile_pb2.ProbeSumsRequest(
+            version=our_version(),
+            group_id=uuid.uuid4().hex,
+            members=[group_member(node) for node in nodes],
+            timeout_seconds=_PROBE_SECONDS,
+        )
+        replies: list[profile_pb2.ProbeSumsReply] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                told = [
+                    group.create_task(self._add_up(node, request, rank=rank))
+                    for rank, node in enumerate(nodes)
+                ]
+            replies = [task.result() for task in told]
+        except* StagemeshError as errors:
+            logger.warning("sums not measured: %s", errors.exceptions[0])
+        if not replies:
+            return link
+        return replace(
+            link,
+            sum_seconds=max(reply.sum_seconds for reply in replies),
+            sum_bytes_per_second=min(reply.bytes_per_second for reply in replies),
+        )
+
+    async def _add_up(
+        self, node: NodeInfo, request: profile_pb2.ProbeSumsRequest, *, rank: int
+    ) -> profile_pb2.ProbeSumsReply:
+        """What one of two ranks measures."""
+        own = profile_pb2.ProbeSumsRequest()
+        own.CopyFrom(request)
+        own.rank = rank
+        channel = open_channel(node.address, token=self._token, kind="control")
+        try:
+            reply = await _stub(channel).ProbeSums(own, timeout=2 * _PROBE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(
+                error, operation="probe sums", peer=f"node {node.node_id}"
+            ) from error
+        finally:
+            await channel.close()
+        if not (0 < reply.sum_seconds < math.inf and reply.bytes_per_second > 0):
+            raise ProtocolError(f"node {node.node_id} measured sums that are none: {reply}")
+        return reply
 
 
 def disjoint(pairs: Sequence[Pair]) -> list[Pair]:

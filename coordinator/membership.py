@@ -46,6 +46,10 @@ class NodeInfo:
     """A unix socket of its server, where it has one."""
     host_id: str = ""
     """On which host that is."""
+    machine_id: str = ""
+    """The machine; empty where it cannot be told."""
+    num_cores: int = 0
+    """Cores of the machine that the node may use; 0 where it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

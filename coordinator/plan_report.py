@@ -3,12 +3,34 @@
 from dataclasses import asdict
 from typing import Any
 
+from coordinator.config import DeploymentConfig
 from coordinator.planner.plan import PlanResult, RankShare, ReplicaPlan
 from coordinator.planner.profiles import Workload
 
 
-def plan_report(name: str, result: PlanResult, workload: Workload) -> dict[str, Any]:
-    """The whole answer as JSON values."""
+def prediction_basis(config: DeploymentConfig) -> str:
+    """What a prediction leaves out of how stages will run; empty where it leaves nothing out."""
+    if config.compile:
+        return "predicted for stages that are not compiled; compiled ones differ (docs/compile.md)"
+    if config.quantize != "none":
+        return (
+            "predicted from the bytes of weights in few bits at the rate measured of whole ones; "
+            "their kernels may be slower (docs/quantization.md)"
+        )
+    return ""
+
+
+def plan_report(
+    name: str, result: PlanResult, workload: Workload, *, basis: str = ""
+) -> dict[str, Any]:
+    """The whole answer as JSON values.
+
+    Args:
+        name: of the model.
+        result: the planner's.
+        workload: what was asked.
+        basis: see `prediction_basis`.
+    """
     plan, expected = result.plan, result.prediction
     return {
         "model": name,
@@ -35,6 +57,7 @@ def plan_report(name: str, result: PlanResult, workload: Workload) -> dict[str, 
             "limiting": expected.limiting,
             "limiting_stage": expected.limiting_stage,
             "limiting_link": expected.limiting_link,
+            "basis": basis,
         },
         "unused": dict(result.unused),
         "is_exact": result.is_exact,

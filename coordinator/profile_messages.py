@@ -26,6 +26,8 @@ def node_info(node: node_pb2.NodeDescription, *, software: str = "") -> NodeInfo
         will_measure=node.will_measure,
         unix_path=node.unix_path,
         host_id=node.host_id,
+        machine_id=node.machine_id,
+        num_cores=node.num_cores,
     )
 
 
@@ -88,7 +90,10 @@ def link_profile(link: profile_pb2.LinkProfile) -> LinkProfile:
     """
     try:
         return LinkProfile(
-            latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second
+            latency_seconds=link.latency_seconds,
+            bytes_per_second=link.bytes_per_second,
+            sum_seconds=link.sum_seconds or None,
+            sum_bytes_per_second=link.sum_bytes_per_second or None,
         )
     except ConfigError as error:
         raise ProtocolError(f"the link to {link.node_id}: {error}") from error
@@ -102,6 +107,8 @@ def cluster_link(source: str, target: str, link: LinkProfile) -> coordinator_pb2
             node_id=target,
             latency_seconds=link.latency_seconds,
             bytes_per_second=link.bytes_per_second,
+            sum_seconds=link.sum_seconds or 0.0,
+            sum_bytes_per_second=link.sum_bytes_per_second or 0.0,
         ),
     )
 

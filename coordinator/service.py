@@ -12,6 +12,7 @@ from coordinator.cluster import Cluster
 from coordinator.deployment import Deployment
 from coordinator.group_rendezvous import GroupRendezvous, Place
 from coordinator.membership import Member, NodeInfo
+from coordinator.plan_report import prediction_basis
 from coordinator.profile_messages import cluster_link, measured_node, node_info, node_profile
 from stagemesh.errors import CollectiveTimeout, ConfigError, NotReady, ProtocolError
 from stagemesh.rpc.convert import check_version, our_version
@@ -274,4 +275,5 @@ def _prediction(deployment: Deployment) -> coordinator_pb2.PlacementPrediction |
         time_to_first_token_seconds=expected.time_to_first_token_seconds,
         limiting=expected.limiting,
         objective=deployment.config.objective or "latency",
+        basis=prediction_basis(deployment.config),
     )

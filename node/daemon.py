@@ -103,7 +103,10 @@ class NodeDaemon:
                 Service(
                     name=PROFILE_SERVICE_NAME,
                     servicer=ProfileServicer(
-                        node_id=config.node_id, profiler=self.profiler, token=config.token
+                        node_id=config.node_id,
+                        profiler=self.profiler,
+                        comm=self.comm,
+                        token=config.token,
                     ),
                     add=profile_pb2_grpc.add_ProfileServiceServicer_to_server,
                 ),

@@ -22,6 +22,8 @@ class Device:
 
     torch_device: torch.device
     num_threads: int
+    num_cores: int
+    """Cores of the machine that this process may use."""
     memory_bytes: int
     """Memory offered for weights and KV cache."""
     memory_total_bytes: int
@@ -60,6 +62,7 @@ def resolve_device(name: str, *, num_threads: int | None, memory_bytes: int | No
     return Device(
         torch_device=device,
         num_threads=threads,
+        num_cores=len(os.sched_getaffinity(0)) if _has_affinity() else os.cpu_count() or 1,
         memory_bytes=memory_bytes,
         memory_total_bytes=memory.limit_bytes or memory.total_bytes,
     )

@@ -9,7 +9,10 @@ from typing import Any
 import grpc.aio
 
 from node.profiler import DEFAULT_TIMEOUT_SECONDS, Profile, Profiler
-from stagemesh.errors import CapacityExceeded, ConfigError, ProtocolError, StagemeshError
+from node.sum_probe import probe_sums
+from stagemesh.comm.member_record import member_from_proto
+from stagemesh.comm.service import CommServicer
+from stagemesh.errors import CapacityExceeded, ConfigError, NotReady, ProtocolError, StagemeshError
 from stagemesh.rpc.codec import TensorAssembler
 from stagemesh.rpc.convert import check_version
 from stagemesh.rpc.probe import DEFAULT_PROBE_BYTES, MAX_PROBE_BYTES, probe_link
@@ -33,12 +36,16 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
     Args:
         node_id: this node.
         profiler: measures and keeps the node's profile.
+        comm: opens this node's groups.
         token: shown to peers.
     """
 
-    def __init__(self, *, node_id: str, profiler: Profiler, token: str | None) -> None:
+    def __init__(
+        self, *, node_id: str, profiler: Profiler, comm: CommServicer, token: str | None
+    ) -> None:
         self._node_id = node_id
         self._profiler = profiler
+        self._comm = comm
         self._token = token
         self._links: dict[tuple[str, str], profile_pb2.LinkProfile] = {}
         self._probing = asyncio.Lock()
@@ -101,6 +108,31 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
             self._links.clear()
         self._links[peer.node_id, peer.address] = found
         return found
+
+    async def ProbeSums(  # noqa: N802
+        self, request: profile_pb2.ProbeSumsRequest, context: Context
+    ) -> profile_pb2.ProbeSumsReply:
+        """Add up with a peer that is asked for the same."""
+        check_version(request.version, peer="the caller")
+        seconds = _checked_seconds(request.timeout_seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._profiler.wait_idle()
+                times = await probe_sums(
+                    self._comm,
+                    # A name that no stage's group has.
+                    group_id=f"probe/{request.group_id}",
+                    rank=request.rank,
+                    members=[member_from_proto(m, rank=r) for r, m in enumerate(request.members)],
+                    timeout_seconds=seconds,
+                )
+        except TimeoutError:
+            raise NotReady(
+                f"node {self._node_id} could not add up with its peer within {seconds:g} s"
+            ) from None
+        return profile_pb2.ProbeSumsReply(
+            sum_seconds=times.sum_seconds, bytes_per_second=times.bytes_per_second
+        )
 
     async def Probe(  # noqa: N802
         self, request_iterator: AsyncIterator[profile_pb2.ProbeFrame], context: Context

@@ -110,6 +110,12 @@ class Profiler:
         except (RuntimeError, MemoryError, UnsupportedModel) as error:  # how a full device fails
             raise CapacityExceeded(f"measuring {self._device} failed: {error}") from error
 
+    async def wait_idle(self) -> None:
+        """Return once no step was computed for a moment: at once when none was since last time."""
+        while (steps := self._load().num_steps) != self._seen_steps:
+            self._seen_steps = steps
+            await asyncio.sleep(_IDLE_SECONDS)
+
     @contextlib.contextmanager
     def turns(self) -> Iterator[TakeTurn]:
         """Turns of a stage that has nothing to compute, for probes of links."""
@@ -153,11 +159,5 @@ class Profiler:
         for each in slices:
             # The thread falls asleep meanwhile, as it does between the steps of a pipeline.
             await asyncio.sleep(PAUSE_SECONDS)
-            await self._wait_idle()
+            await self.wait_idle()
             await self._compute.run(each)
-
-    async def _wait_idle(self) -> None:
-        """Return once no step was computed for a moment: at once when none was since last time."""
-        while (steps := self._load().num_steps) != self._seen_steps:
-            self._seen_steps = steps
-            await asyncio.sleep(_IDLE_SECONDS)

@@ -59,6 +59,8 @@ class NodeReporter:
             unix_path=self.unix_path,
             host_id=host_id() if self.unix_path else "",
             will_measure=self._config.measure,
+            machine_id=host_id(),
+            num_cores=self._device.num_cores,
         )
 
     def status(self, stages: list[node_pb2.StageStatus]) -> node_pb2.NodeStatus:

@@ -48,7 +48,7 @@ def _node_table(status: coordinator_pb2.ClusterStatus) -> Table:
 
 def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
     table = Table(title="links", title_justify="left", title_style="bold")
-    for heading in ("from", "to", "one way", "rate"):
+    for heading in ("from", "to", "one way", "rate", "sum of ranks"):
         table.add_column(heading, no_wrap=True)
     shown: set[frozenset[str]] = set()
     for each in status.links:
@@ -61,5 +61,6 @@ def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
             each.link.node_id,
             f"{1e6 * each.link.latency_seconds:.0f} us",
             f"{each.link.bytes_per_second / 1e6:.0f} MB/s",
+            f"{1e6 * each.link.sum_seconds:.0f} us" if each.link.sum_seconds else "",
         )
     return table

@@ -96,7 +96,7 @@ def placement_options(*, objective: str | None) -> Callable[[F], F]:
                 type=int,
                 default=1,
                 show_default=True,
-                help="Nodes that the planner may let share a stage, with --objective.",
+                help="Nodes that the planner may let share a stage; above 1 it places.",
             ),
             click.option(
                 "--pin",

@@ -21,7 +21,7 @@ from coordinator.commands.status import fetch_status
 from coordinator.config import DeploymentConfig
 from coordinator.memory_fit import run_dtype
 from coordinator.placing import best_plan, is_measured
-from coordinator.plan_report import plan_report
+from coordinator.plan_report import plan_report, prediction_basis
 from coordinator.plan_svg import plan_svg
 from coordinator.planner.profiles import ClusterProfile
 from coordinator.profile_messages import cluster_profile
@@ -84,13 +84,14 @@ def command(
                 f"a node has no rates for {run_dtype(config, spec)}; choose another with --dtype"
             )
         result, workload = best_plan(config, spec, cluster, max_replicas=max_replicas)
+        basis = prediction_basis(config)
         if svg is not None:
             _write(svg, plan_svg(spec.name, result, workload))
         if as_json:
-            shown = plan_report(spec.name, result, workload) | {"quantize": config.quantize}
-            click.echo(json.dumps(shown))
+            shown = plan_report(spec.name, result, workload, basis=basis)
+            click.echo(json.dumps(shown | {"quantize": config.quantize}))
         else:
-            print_plan(Console(), spec.name, result, workload)
+            print_plan(Console(), spec.name, result, workload, basis=basis)
         return 0
 
     guarded(start, log_format="text", log_level="error")

@@ -11,8 +11,10 @@ from coordinator.planner.profiles import Workload
 _MAX_UNUSED_SHOWN = 16
 
 
-def print_plan(console: Console, name: str, result: PlanResult, workload: Workload) -> None:
-    """Print it."""
+def print_plan(
+    console: Console, name: str, result: PlanResult, workload: Workload, *, basis: str = ""
+) -> None:
+    """Print it; `basis` says what the prediction leaves out."""
     plan = result.plan
     console.print(
         f"[bold]{name}[/bold]: {plan.num_layers} layers, {plan.dtype}, "
@@ -22,7 +24,7 @@ def print_plan(console: Console, name: str, result: PlanResult, workload: Worklo
     )
     for table in plan_tables(result):
         console.print(table)
-    for line in prediction_lines(result, workload):
+    for line in prediction_lines(result, workload, basis=basis):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -78,7 +80,7 @@ def _table(places: tuple[str, ...], figures: tuple[str, ...]) -> Table:
     return table
 
 
-def prediction_lines(result: PlanResult, workload: Workload) -> list[str]:
+def prediction_lines(result: PlanResult, workload: Workload, *, basis: str = "") -> list[str]:
     """How fast it should be, what limits it, what is not used and why."""
     expected = result.prediction
     lines = [
@@ -89,6 +91,7 @@ def prediction_lines(result: PlanResult, workload: Workload) -> list[str]:
             if workload.concurrency > 1
             else ""
         ),
+        *([basis] if basis else []),
         f"first token of a prompt of {workload.prompt_tokens} tokens after "
         f"{duration(expected.time_to_first_token_seconds)}",
         f"limited by {expected.limiting}; slowest stage: {expected.limiting_stage}, slowest link: "

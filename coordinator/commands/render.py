@@ -217,6 +217,8 @@ def _expected(deployment: coordinator_pb2.DeploymentStatus) -> Iterator[Text]:
             f"predicted: {1 / expected.time_per_token_seconds:.4g} tokens/s for one stream, "
             f"{expected.tokens_per_second:.4g} for all; limited by {expected.limiting}"
         )
+        if expected.basis:
+            yield Text(expected.basis)
     for unused in deployment.unused:
         yield Text(f"not used: {unused.node_id}: {unused.reason}")
 

@@ -66,6 +66,10 @@ class LowerBound:
         links = [cluster.default_link, *cluster.links.values()]
         self._latency = min(link.latency_seconds for link in links)
         self._byte_seconds = min(1.0 / link.bytes_per_second for link in links)
+        self._best_sums = LinkProfile(
+            latency_seconds=min(link.sum_latency for link in links),
+            bytes_per_second=max(link.sum_rate for link in links),
+        )
 
     def value(self, *, allowed: StageCounts) -> float:
         """The least objective value that is thinkable."""
@@ -108,9 +112,9 @@ class LowerBound:
         sums = np.cumsum(np.sort(1.0 / per_byte)[::-1])
         caps = np.cumsum(np.sort(self._most_bytes(reads))[::-1])
         size, layer = message_bytes(self._model, rows=shape.rows), float(reads.max())
-        link = LinkProfile(latency_seconds=self._latency, bytes_per_second=1.0 / self._byte_seconds)
         exchange = [0.0] + [
-            2 * all_reduce_seconds(link, size, num_ranks=r) / layer for r in range(2, most + 1)
+            2 * all_reduce_seconds(self._best_sums, size, num_ranks=r) / layer
+            for r in range(2, most + 1)
         ]
         left, seconds, number = float(reads.sum()), 0.0, 1
         while left > 0:

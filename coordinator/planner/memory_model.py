@@ -14,6 +14,9 @@ layers:
                  stream
     overhead     the process
 
+Of more ranks than KV heads each has q of the H query heads and a copy of one KV head: of the
+attention (q + 1) / (H + G), and a whole head of the KV cache.
+
 Every kind grows with the span and with the share, which the search relies on.
 """
 
@@ -68,6 +71,7 @@ def rank_memory(
     mlp_columns: Ints,
     num_ranks: int,
     streams: int,
+    query_heads: int | None = None,
 ) -> RankMemory:
     """What one rank takes.
 
@@ -80,12 +84,20 @@ def rank_memory(
         mlp_columns: the rank's, by span.
         num_ranks: ranks of the stage.
         streams: sequences of full length whose cache it holds.
+        query_heads: the rank's, where it has a copy of a KV head; None is those of its groups.
     """
     tokens = workload.max_context_tokens * streams
     kv = spans.num_layers * (model.kv_bytes_per_token_layer * tokens)
-    attention = _share(spans.attention_bytes, kv_groups, model.kv_groups)
+    if query_heads is None:
+        part, whole = kv_groups, model.kv_groups
+    else:
+        part, whole = query_heads + kv_groups, model.num_heads + model.kv_groups
+    attention = _share(spans.attention_bytes, part, whole)
     heads = _ATTENTION_COPIES * (model.num_heads + 2 * model.kv_groups) * model.head_dim
-    row = _RESIDUAL_COPIES * model.hidden_size + -(-heads * kv_groups // model.kv_groups)
+    if query_heads is not None:
+        heads = _ATTENTION_COPIES * (query_heads + 2 * kv_groups) * model.head_dim
+        part, whole = 1, 1
+    row = _RESIDUAL_COPIES * model.hidden_size + -(-heads * part // whole)
     columns = mlp_columns * column_elements(model)
     logits = _LOGIT_BYTES * model.vocab_size * streams
     return RankMemory(

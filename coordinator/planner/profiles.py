@@ -37,6 +37,10 @@ class NodeProfile:
     """Threads it computes with."""
     device: str = "cpu"
     """What it computes on."""
+    machine_id: str = ""
+    """The machine; nodes of one that compute at once share its cores. Empty shares with nobody."""
+    num_cores: int = 0
+    """Cores of the machine that it may use; 0 where that is not known."""
 
     def __post_init__(self) -> None:
         if not self.node_id:
@@ -68,6 +72,10 @@ class LinkProfile:
     """One way, for a small message."""
     bytes_per_second: float
     """For large ones."""
+    sum_seconds: float | None = None
+    """Of a small sum of two ranks that share a stage; None where only messages were measured."""
+    sum_bytes_per_second: float | None = None
+    """Of a large one."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_seconds < float("inf") or not self.bytes_per_second > 0:
@@ -75,6 +83,22 @@ class LinkProfile:
                 f"a link needs latency_seconds of 0 or more and bytes_per_second above 0, got "
                 f"{self.latency_seconds} and {self.bytes_per_second}"
             )
+        if not 0 <= self.sum_latency < float("inf") or not self.sum_rate > 0:
+            raise ConfigError(
+                f"a link needs sum_seconds of 0 or more and sum_bytes_per_second above 0, got "
+                f"{self.sum_seconds} and {self.sum_bytes_per_second}"
+            )
+
+    @property
+    def sum_latency(self) -> float:
+        """Seconds of a small sum: as measured, or of the message that it would take."""
+        return self.latency_seconds if self.sum_seconds is None else self.sum_seconds
+
+    @property
+    def sum_rate(self) -> float:
+        """Bytes per second of a large sum, likewise."""
+        rate = self.sum_bytes_per_second
+        return self.bytes_per_second if rate is None else rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,11 @@ from coordinator.planner.memory_model import column_elements, rank_memory
 from coordinator.planner.profiles import LinkProfile, NodeProfile, Workload
 from coordinator.planner.spans import Bools, Floats, Ints, Spans, step_tokens
 from coordinator.planner.step_times import (
+    AttentionShare,
     StageWork,
     StepShape,
     attention_seconds,
+    attention_shares,
     common_seconds,
     mlp_seconds,
     stage_work,
@@ -36,6 +38,7 @@ from stagemesh.errors import ConfigError
 from stagemesh.placement.tensor_shares import TensorShares
 
 _MAX_COMPOSITIONS = 512
+_ALL = AttentionShare(weights=1.0, cache=1.0, scores=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +116,22 @@ def best_shares(
     common = common_seconds(work, nodes, dtype=model.dtype, rank_link=rank_link)
     per_column = _column_seconds(model, work, nodes)
     for groups in _divisions(model, nodes):
-        shares = [g / model.kv_groups for g in groups]
+        heads = query_heads(model, groups)
+        shares = attention_shares(model, groups, heads)
         seconds = common + attention_seconds(work, nodes, shares, dtype=model.dtype)
         caps = np.stack(
             [
                 _most_columns(
-                    model, node, spans, workload, groups=g, num_ranks=num_ranks, streams=streams
+                    model,
+                    node,
+                    spans,
+                    workload,
+                    groups=g,
+                    query_heads=h if num_ranks > model.kv_groups else None,
+                    num_ranks=num_ranks,
+                    streams=streams,
                 )
-                for node, g in zip(nodes, groups, strict=True)
+                for node, g, h in zip(nodes, groups, heads, strict=True)
             ],
             axis=1,
         )
@@ -161,7 +172,7 @@ def _alone(
     )
     seconds = (
         common_seconds(work, [node], dtype=model.dtype, rank_link=None)
-        + attention_seconds(work, [node], [1.0], dtype=model.dtype)
+        + attention_seconds(work, [node], [_ALL], dtype=model.dtype)
         + mlp_seconds(work, [node], [np.ones(len(spans))], dtype=model.dtype)
     )
     return SharedStages(
@@ -200,6 +211,7 @@ def _most_columns(
     workload: Workload,
     *,
     groups: int,
+    query_heads: int | None,
     num_ranks: int,
     streams: int,
 ) -> Ints:
@@ -215,6 +227,7 @@ def _most_columns(
             mlp_columns=columns,
             num_ranks=num_ranks,
             streams=streams,
+            query_heads=query_heads,
         ).total
 
     zero = np.zeros(len(spans), dtype=np.int64)

@@ -96,6 +96,7 @@ def _stage(
             mlp_columns=np.array([rank.mlp_columns]),
             num_ranks=len(stage.ranks),
             streams=streams,
+            query_heads=rank.query_heads if len(stage.ranks) > model.kv_groups else None,
         )
         ranks.append(replace(rank, memory=memory.by_kind(0), memory_limit_bytes=node.memory_bytes))
     return replace(stage, ranks=tuple(ranks))

@@ -32,6 +32,10 @@ class Spans:
     """On every rank: norms, biases; the final norm on the last stage."""
     ends_bytes: Ints
     """Embedding and head, divided evenly over ranks."""
+    attention_elements: Ints
+    """Weights of which `attention_bytes` are the bytes."""
+    mlp_elements: Ints
+    """Likewise of `mlp_bytes`."""
 
     def __len__(self) -> int:
         return len(self.num_layers)
@@ -45,6 +49,13 @@ class ModelSpans:
         self._attention = _prefix(model.split_attention_bytes)
         self._mlp = _prefix(model.split_mlp_bytes)
         self._whole = _prefix(model.layer_bytes)
+        size = model.element_bytes
+        self._attention_elements = _prefix(
+            model.attention_elements or tuple(b // size for b in model.split_attention_bytes)
+        )
+        self._mlp_elements = _prefix(
+            model.mlp_elements or tuple(b // size for b in model.split_mlp_bytes)
+        )
 
     def spans(self, starts: Ints, ends: Ints) -> Spans:
         """The sums of layers [start, end) for each pair."""
@@ -62,6 +73,8 @@ class ModelSpans:
             mlp_bytes=mlp,
             rest_bytes=whole - attention - mlp + is_last * model.norm_bytes,
             ends_bytes=is_first * model.embedding_bytes + has_head * model.head_bytes,
+            attention_elements=self._attention_elements[ends] - self._attention_elements[starts],
+            mlp_elements=self._mlp_elements[ends] - self._mlp_elements[starts],
         )
 
     def one(self, start_layer: int, end_layer: int) -> Spans:

@@ -12,14 +12,17 @@ and c/C of the MLP (all of both when it is alone):
 Reading and computing overlap, so each part takes the larger of the two: the roofline model
 (Williams, Waterman, Patterson 2009). Attention bytes include the keys and values of the tokens so
 far. Ranks meet after the attention and after the MLP of each layer (Megatron-LM, Shoeybi et al.
-2019), hence two maxima and two all-reduces. An all-reduce of B bytes over R ranks takes the better
-of a direct exchange, latency + (R-1) B / rate, and a ring, 2 (R-1) (latency + B / R / rate)
-(Patarasuk, Yuan 2009). A message takes latency + bytes / rate (Hockney 1994); only the second part
-occupies the link.
+2019), hence two maxima and two all-reduces. An all-reduce of B bytes over R ranks is what
+`stagemesh.comm.direct_group` does: of two ranks, or of few bytes, one exchange of all of it,
+latency + (R-1) B / rate; else one of pieces and one of their sums, 2 (latency + (R-1) B/R / rate).
+Latency and rate are those of sums where they were measured, of messages elsewhere. Ranks of one
+machine with more threads together than it has cores compute so many times slower (`together`). A
+message takes latency + bytes / rate (Hockney 1994); only the second part occupies the link.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +35,9 @@ from coordinator.planner.profiles import (
     Workload,
 )
 from coordinator.planner.spans import Floats, Spans, expert_share
+
+_WHOLE_BYTES = 256 * 1024
+"""Up to which size sums travel whole, as in `stagemesh.comm.direct_group`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,10 @@ class StageWork:
 
     attention_bytes: Floats
     attention_flops: Floats
+    kv_bytes: Floats
+    """Keys and values that are read."""
+    score_flops: Floats
+    """Of queries with keys, and of weights with values."""
     mlp_bytes: Floats
     mlp_flops: Floats
     head_bytes: Floats
@@ -85,16 +95,18 @@ class StageWork:
 
 def stage_work(model: ModelCost, spans: Spans, shape: StepShape) -> StageWork:
     """The work of a step."""
-    layers, size = spans.num_layers.astype(np.float64), model.element_bytes
-    scores = 4 * model.num_heads * model.head_dim * shape.context_tokens
+    layers = spans.num_layers.astype(np.float64)
+    scores = layers * (4 * model.num_heads * model.head_dim * shape.context_tokens)
     kv = layers * (model.kv_bytes_per_token_layer * shape.context_tokens * shape.sequences)
     visited = model.experts_per_token / model.num_experts
     mlp, last = spans.mlp_bytes.astype(np.float64), spans.is_last.astype(np.float64)
     return StageWork(
-        attention_bytes=spans.attention_bytes + spans.rest_bytes + kv,
-        attention_flops=shape.rows * (2 * spans.attention_bytes / size + layers * scores),
+        attention_bytes=(spans.attention_bytes + spans.rest_bytes).astype(np.float64),
+        attention_flops=2.0 * shape.rows * spans.attention_elements.astype(np.float64),
+        kv_bytes=kv,
+        score_flops=shape.rows * scores,
         mlp_bytes=mlp * expert_share(model, rows=shape.rows),
-        mlp_flops=shape.rows * 2 * mlp / size * visited,
+        mlp_flops=2.0 * shape.rows * visited * spans.mlp_elements.astype(np.float64),
         head_bytes=last * model.head_bytes,
         head_flops=last * (shape.head_rows * model.head_flops()),
         num_layers=layers,
@@ -138,14 +150,47 @@ def common_seconds(
     return head + work.num_layers * per_layer + max(n.step_overhead_seconds for n in nodes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShare:
+    """What a rank has of a stage's attention, as parts of the whole."""
+
+    weights: float
+    """Of the matrices."""
+    cache: float
+    """Of keys and values."""
+    scores: float
+    """Of the products of queries, keys and values."""
+
+
+def attention_shares(
+    model: ModelCost, kv_groups: Sequence[int], query_heads: Sequence[int]
+) -> list[AttentionShare]:
+    """By rank: whole groups, or of more ranks than KV heads some query heads and a copy."""
+    if len(kv_groups) <= model.kv_groups:
+        parts = [groups / model.kv_groups for groups in kv_groups]
+        return [AttentionShare(weights=part, cache=part, scores=part) for part in parts]
+    whole = model.num_heads + model.kv_groups
+    return [
+        AttentionShare(
+            weights=(heads + groups) / whole,
+            cache=groups / model.kv_groups,
+            scores=heads / model.num_heads,
+        )
+        for groups, heads in zip(kv_groups, query_heads, strict=True)
+    ]
+
+
 def attention_seconds(
-    work: StageWork, nodes: Sequence[NodeProfile], shares: Sequence[float], *, dtype: str
+    work: StageWork, nodes: Sequence[NodeProfile], shares: Sequence[AttentionShare], *, dtype: str
 ) -> Floats:
     """The slowest rank's attention; shares by rank."""
     return _slowest(
         [
             roofline_seconds(
-                n, work.attention_bytes * share, work.attention_flops * share, dtype=dtype
+                n,
+                work.attention_bytes * share.weights + work.kv_bytes * share.cache,
+                work.attention_flops * share.weights + work.score_flops * share.scores,
+                dtype=dtype,
             )
             for n, share in zip(nodes, shares, strict=True)
         ]
@@ -172,11 +217,11 @@ def _slowest(seconds: Sequence[Floats]) -> Floats:
 
 
 def all_reduce_seconds(link: LinkProfile, num_bytes: float, *, num_ranks: int) -> float:
-    """The better of a direct exchange and a ring."""
+    """One exchange of all bytes where they are few, two of pieces where they are many."""
     others = num_ranks - 1
-    direct = link.latency_seconds + others * num_bytes / link.bytes_per_second
-    ring = 2 * others * (link.latency_seconds + num_bytes / num_ranks / link.bytes_per_second)
-    return min(direct, ring)
+    if others == 1 or others * num_bytes <= _WHOLE_BYTES:
+        return link.sum_latency + others * num_bytes / link.sum_rate
+    return 2 * (link.sum_latency + others * num_bytes / num_ranks / link.sum_rate)
 
 
 def worst_link(cluster: ClusterProfile, node_ids: Sequence[str]) -> LinkProfile | None:
@@ -187,6 +232,35 @@ def worst_link(cluster: ClusterProfile, node_ids: Sequence[str]) -> LinkProfile 
     return LinkProfile(
         latency_seconds=max(link.latency_seconds for link in links),
         bytes_per_second=min(link.bytes_per_second for link in links),
+        sum_seconds=max(link.sum_latency for link in links),
+        sum_bytes_per_second=min(link.sum_rate for link in links),
+    )
+
+
+def together(nodes: Sequence[NodeProfile]) -> tuple[NodeProfile, ...]:
+    """Nodes as fast as they are when all of them compute at once.
+
+    Each was measured alone. On a machine where they have more threads together than it has cores,
+    each gets its part of these.
+    """
+    threads: Counter[str] = Counter()
+    for node in nodes:
+        threads[node.machine_id] += node.num_threads if node.device == "cpu" else 0
+    result = []
+    for node in nodes:
+        is_shared = node.machine_id and node.num_cores and node.device == "cpu"
+        factor = threads[node.machine_id] / node.num_cores if is_shared else 1.0
+        result.append(_slowed(node, factor) if factor > 1 else node)
+    return tuple(result)
+
+
+def _slowed(node: NodeProfile, factor: float) -> NodeProfile:
+    return replace(
+        node,
+        stream_bytes_per_second={d: r / factor for d, r in node.stream_bytes_per_second.items()},
+        flops_per_second={d: r / factor for d, r in node.flops_per_second.items()},
+        layer_overhead_seconds=node.layer_overhead_seconds * factor,
+        step_overhead_seconds=node.step_overhead_seconds * factor,
     )
 
 

@@ -28,6 +28,7 @@ from coordinator.planner.step_times import (
     Hop,
     StepShape,
     attention_seconds,
+    attention_shares,
     common_seconds,
     decode_shape,
     entry_seconds,
@@ -37,6 +38,7 @@ from coordinator.planner.step_times import (
     mlp_seconds,
     prefill_shape,
     stage_work,
+    together,
     worst_link,
 )
 
@@ -107,9 +109,11 @@ class TimeModel:
     def _stage(self, stage: StagePlan, shape: StepShape) -> float:
         model, ranks, dtype = self._model, stage.ranks, self._model.dtype
         work = stage_work(model, self._spans.one(stage.start_layer, stage.end_layer), shape)
-        nodes = [self._nodes[rank.node_id] for rank in ranks]
+        nodes = together([self._nodes[rank.node_id] for rank in ranks])
         link = worst_link(self._cluster, stage.node_ids)
-        attention = [rank.kv_groups / model.kv_groups for rank in ranks]
+        attention = attention_shares(
+            model, [rank.kv_groups for rank in ranks], [rank.query_heads for rank in ranks]
+        )
         mlp = [np.array([rank.mlp_columns / model.mlp_columns]) for rank in ranks]
         seconds = (
             common_seconds(work, nodes, dtype=dtype, rank_link=link)

@@ -23,7 +23,7 @@ from coordinator.planner.profiles import (
 )
 from coordinator.planner.rank_shares import SharedStages, best_shares, query_heads
 from coordinator.planner.spans import Bools, Floats, Ints, ModelSpans, Spans
-from coordinator.planner.step_times import StepShape, worst_link
+from coordinator.planner.step_times import StepShape, together, worst_link
 
 _MAX_CACHED_BYTES = 2**28
 
@@ -121,6 +121,7 @@ class UnitCosts:
                 mlp_columns=np.full(len(self._shapes.spans), columns),
                 num_ranks=len(unit),
                 streams=self.streams,
+                query_heads=heads[rank] if len(unit) > self.model.kv_groups else None,
             )
             ranks.append(
                 RankShare(
@@ -140,7 +141,7 @@ class UnitCosts:
             nodes = [self.node(i) for i in unit]
             self._shared[key] = best_shares(
                 self.model,
-                nodes,
+                together(nodes),
                 spans=self._shapes.spans,
                 shape=shape,
                 workload=self.workload,
@@ -150,8 +151,12 @@ class UnitCosts:
         return self._shared[key]
 
     def _key(self, unit: Unit, shape: StepShape) -> object:
-        link = worst_link(self.cluster, [self.node(i).node_id for i in unit])
-        return (tuple(self._classes[i] for i in unit), link, shape)
+        nodes = [self.node(i) for i in unit]
+        link = worst_link(self.cluster, [node.node_id for node in nodes])
+        machines = tuple((n.machine_id, n.num_cores, n.num_threads) for n in nodes)
+        # Alone a node computes as it was measured, wherever it is.
+        shared = machines if len(unit) > 1 else ()
+        return (tuple(self._classes[i] for i in unit), shared, link, shape)
 
     def _pins(self, unit: Unit) -> frozenset[tuple[tuple[int, int], int]]:
         """Pinned ranges of the unit's nodes, and how many of its nodes each has."""
@@ -276,6 +281,8 @@ def _distinct_spans(spans: ModelSpans) -> _Shapes:
             every.mlp_bytes,
             every.rest_bytes,
             every.ends_bytes,
+            every.attention_elements,
+            every.mlp_elements,
         ],
         axis=1,
     )

@@ -1,6 +1,7 @@
 """Nodes and links of a real cluster: measured, shown, planned with; and probes that misbehave."""
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,20 @@ import pytest
 from coordinator.commands.status import fetch_status
 from coordinator.profile_messages import cluster_profile
 from node.profile_service import PROFILE_SERVICE_NAME, ProfileServicer
+from stagemesh.comm.service import CommServicer
 from stagemesh.errors import ConfigError, PeerLost, ProtocolError, StagemeshError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.probe import MAX_PROBE_BYTES, TakeTurn, Turn, probe_link
 from stagemesh.rpc.server import RpcServer, Service
 from stagemesh.rpc.status import from_rpc_error
-from stagemesh.rpc.v1 import coordinator_pb2, coordinator_pb2_grpc, profile_pb2, profile_pb2_grpc
+from stagemesh.rpc.v1 import (
+    comm_pb2,
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    profile_pb2,
+    profile_pb2_grpc,
+)
 from stagemesh.rpc.v1 import tensor_pb2 as tensors
 from tests.cluster.asking import until
 from tests.support.cluster import FAST_LIMITS, Cluster, start_cluster, tiny_model
@@ -59,6 +67,11 @@ async def test_nodes_are_measured_and_the_planner_places(tmp_path: Path) -> None
         nodes = ("node-1", "node-2")
         assert ends == {frozenset(("coordinator", node)) for node in nodes} | {frozenset(nodes)}
         assert all(0 < link.link.latency_seconds < 1 for link in status.links)
+        # Nodes have tried what sums would take; the coordinator is no rank of a stage.
+        for link in status.links:
+            is_ranks = link.source != "coordinator"
+            assert (0 < link.link.sum_seconds < 1) == is_ranks
+            assert (link.link.sum_bytes_per_second > 0) == is_ranks
         # A model this small is fastest on one node, and the other hears why.
         (deployment,) = status.deployments
         assert len(deployment.stages) == 1
@@ -163,6 +176,38 @@ async def test_a_probe_measures_within_its_bounds(tmp_path: Path) -> None:
         assert itself.bytes_per_second > 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"members": ["node-1"]}, "between two nodes, got 1"),
+        ({"members": ["node-1", "node-2", "node-2"]}, "between two nodes, got 3"),
+        ({"members": ["node-1", "gone"], "rank": 2}, "rank"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds must be in"),
+        ({}, "within 1 s|lost|gone"),
+    ],
+)
+async def test_a_node_adds_up_with_one_peer_that_comes(tmp_path: Path, fields, words) -> None:
+    fields = {"members": ["node-1", "gone"], "timeout_seconds": 1.0, **fields}
+    async with (
+        start_cluster(tiny_model(tmp_path), num_nodes=1, wait=False) as cluster,
+        profile_stub(cluster) as stub,
+    ):
+        address = cluster.nodes["node-1"].daemon.address
+        members = [
+            comm_pb2.GroupMember(node_id=name, address="127.0.0.1:1" if name == "gone" else address)
+            for name in fields.pop("members")
+        ]
+        request = profile_pb2.ProbeSumsRequest(
+            version=our_version(), group_id="g", members=members, **fields
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ProbeSums(request, timeout=20)
+        error = from_rpc_error(caught.value, operation="probe sums", peer="it")
+        assert isinstance(error, StagemeshError)
+        assert re.search(words, str(error)), str(error)
+        assert not cluster.nodes["node-1"].daemon.comm._memberships
+
+
 def tensor_part(num_bytes: int, *, data: bytes = b"") -> tensors.TensorPart:
     header = tensors.TensorHeader(dtype=tensors.DTYPE_UINT8, shape=[num_bytes], num_bytes=num_bytes)
     return tensors.TensorPart(header=header, data=data)
@@ -227,7 +272,9 @@ class Busy:
 async def test_what_the_peer_computes_is_not_the_links(seconds: float, is_seen: bool) -> None:
     service = Service(
         name=PROFILE_SERVICE_NAME,
-        servicer=ProfileServicer(node_id="it", profiler=Busy(seconds), token=None),
+        servicer=ProfileServicer(
+            node_id="it", profiler=Busy(seconds), comm=CommServicer(node_id="it"), token=None
+        ),
         add=profile_pb2_grpc.add_ProfileServiceServicer_to_server,
     )
     async with RpcServer("127.0.0.1:0", services=[service]) as server:

@@ -41,7 +41,7 @@ def test_a_node_and_its_defaults(tmp_path: Path) -> None:
 
 def test_rates_by_dtype_counts_and_links(tmp_path: Path) -> None:
     text = (
-        "[link]\nlatency_ms = 0.5\ngbit_per_second = 1\n"
+        "[link]\nlatency_ms = 0.5\ngbit_per_second = 1\nsum_us = 80\n"
         + NODE.replace("= 10", "= { bfloat16 = 20 }").replace('"a"', '"a"\ncount = 2')
         + '[[links]]\nbetween = ["a-1", "a-2"]\nlatency_ms = 0.1\ngbit_per_second = 8\n'
         + '[[links]]\nbetween = ["coordinator", "a-1"]\nlatency_ms = 1\ngbit_per_second = 8\n'
@@ -52,6 +52,8 @@ def test_rates_by_dtype_counts_and_links(tmp_path: Path) -> None:
     assert cluster.link("a-2", "a-1").bytes_per_second == 1e9
     assert cluster.link("a-2", COORDINATOR).latency_seconds == pytest.approx(5e-4)
     assert cluster.link(COORDINATOR, "a-1").latency_seconds == pytest.approx(1e-3)
+    assert cluster.default_link.sum_latency == pytest.approx(80e-6)
+    assert cluster.link("a-1", "a-2").sum_latency == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,10 @@ def test_rates_by_dtype_counts_and_links(tmp_path: Path) -> None:
         (NODE + '[[links]]\nbetween = ["a", "z"]\n', "links[0]: between must be two node ids"),
         (NODE + "[link]\nlatency_ms = 1\n", "link: gbit_per_second must be a number"),
         (NODE + "[link]\nlatency_ms = 1\ngbit_per_second = 0\n", "bytes_per_second above 0"),
+        (
+            NODE + "[link]\nlatency_ms = 1\ngbit_per_second = 1\nsum_us = -1\n",
+            "link: sum_us must be a number of 0 or more",
+        ),
         ("colour = 1\n" + NODE, "the file: unknown key colour"),
     ],
 )

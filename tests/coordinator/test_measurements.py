@@ -17,7 +17,13 @@ from coordinator.measurements import (
 from coordinator.measuring import disjoint
 from coordinator.membership import NodeInfo
 from coordinator.planner.profiles import COORDINATOR, LinkProfile, NodeProfile
-from coordinator.profile_messages import cluster_link, cluster_profile, measured_node, node_profile
+from coordinator.profile_messages import (
+    cluster_link,
+    cluster_profile,
+    link_profile,
+    measured_node,
+    node_profile,
+)
 from stagemesh.errors import ProtocolError
 from stagemesh.rpc.v1 import node_pb2
 
@@ -108,6 +114,19 @@ def test_the_planner_gets_what_is_known_and_the_worst_for_what_is_not() -> None:
     assert typical_link([]) == UNKNOWN_LINK
 
 
+def test_sums_that_were_not_measured_count_as_the_typical_ones() -> None:
+    summed = replace(LINK, sum_seconds=4e-5, sum_bytes_per_second=2e9)
+    slower = replace(LINK, sum_seconds=6e-5, sum_bytes_per_second=4e9)
+    typical = typical_link([summed, LINK, slower])
+    assert typical.sum_seconds == pytest.approx(5e-5)
+    assert typical.sum_bytes_per_second == pytest.approx(3e9)
+    assert (summed.sum_latency, summed.sum_rate) == (4e-5, 2e9)
+    # Negative control: where nobody has added up, a sum is as slow as its message.
+    unknown = typical_link([LINK, LINK])
+    assert unknown.sum_seconds is None
+    assert (unknown.sum_latency, unknown.sum_rate) == (1e-4, 1e9)
+
+
 def test_nodes_that_measure_nearly_the_same_count_as_equal() -> None:
     def named(name: str, factor: float, **changes) -> NodeProfile:
         rates = {dtype: rate * factor for dtype, rate in FAST.stream_bytes_per_second.items()}
@@ -144,15 +163,20 @@ def test_profiles_travel_and_come_back() -> None:
     assert measured_node(node_profile(FAST)) == FAST
     status = [
         node_pb2.NodeStatus(
-            description=node_pb2.NodeDescription(node_id=name, memory_bytes=2**30),
+            description=node_pb2.NodeDescription(
+                node_id=name, memory_bytes=2**30, machine_id="m", num_cores=4, num_threads=2
+            ),
             profile=node_profile(FAST) if name == "a" else None,
         )
         for name in ("a", "b")
     ]
-    profile = cluster_profile(status, [cluster_link("a", "b", LINK)])
+    summed = replace(LINK, sum_seconds=4e-5, sum_bytes_per_second=2e9)
+    assert link_profile(cluster_link("a", "b", LINK).link) == LINK
+    profile = cluster_profile(status, [cluster_link("a", "b", summed)])
     assert profile is not None
     assert [n.node_id for n in profile.nodes] == ["a", "b"]
-    assert profile.link("b", "a") == LINK
+    assert profile.link("b", "a") == summed
+    assert {(n.machine_id, n.num_cores, n.num_threads) for n in profile.nodes} == {("m", 4, 2)}
     assert cluster_profile(status[1:], []) is None
 
 

@@ -73,6 +73,8 @@ def test_without_an_objective_every_node_gets_layers_by_memory(spec: ModelSpec) 
     placement = placed(spec, config(objective=None), profile(1e9, 5e9, 1e9))
     assert sizes(placement.plan) == {"n0": 2, "n1": 2, "n2": 2}
     assert placement.result is None
+    # Whether a stage is shared only the planner can tell.
+    assert placed(spec, config(objective=None, max_tp=2), profile(1e9, 5e9)).result is not None
 
 
 def test_without_profiles_memory_decides(spec: ModelSpec) -> None:

@@ -67,6 +67,21 @@ def test_weights_in_few_bits_take_less(plan) -> None:
     assert sizes[1] < sizes[0] / 2.5
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), ""),
+        (("--compile",), "predicted for stages that are not compiled"),
+        (("--quantize", "int8"), "at the rate measured of whole ones"),
+    ],
+)
+def test_a_prediction_says_what_it_leaves_out(plan, options, words) -> None:
+    basis = json.loads(plan("--json", *options).stdout)["prediction"]["basis"]
+    assert (words in basis) if words else not basis
+    assert (basis in plan(*options).output.replace("\n", " ")) or not words
+    assert words or "predicted for" not in plan().output
+
+
 def test_the_table_names_stages_memory_and_limits(plan) -> None:
     done = plan()
     assert done.exit_code == 0, done.output

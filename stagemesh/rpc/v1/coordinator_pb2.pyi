@@ -398,6 +398,7 @@ class PlacementPrediction(_message.Message):
     TIME_TO_FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     LIMITING_FIELD_NUMBER: _builtins.int
     OBJECTIVE_FIELD_NUMBER: _builtins.int
+    BASIS_FIELD_NUMBER: _builtins.int
     time_per_token_seconds: _builtins.float
     """Of one stream, and of all together."""
     tokens_per_second: _builtins.float
@@ -405,6 +406,8 @@ class PlacementPrediction(_message.Message):
     limiting: _builtins.str
     """What to improve first, such as "stage 1 on b" or "link a -> b"."""
     objective: _builtins.str
+    basis: _builtins.str
+    """What of how stages run it leaves out, in words; empty for nothing."""
     def __init__(
         self,
         *,
@@ -413,10 +416,11 @@ class PlacementPrediction(_message.Message):
         time_to_first_token_seconds: _builtins.float = ...,
         limiting: _builtins.str = ...,
         objective: _builtins.str = ...,
+        basis: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limiting", b"limiting", "objective", b"objective", "time_per_token_seconds", b"time_per_token_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["basis", b"basis", "limiting", b"limiting", "objective", b"objective", "time_per_token_seconds", b"time_per_token_seconds", "time_to_first_token_seconds", b"time_to_first_token_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,8 @@ class NodeDescription(_message.Message):
     UNIX_PATH_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     WILL_MEASURE_FIELD_NUMBER: _builtins.int
+    MACHINE_ID_FIELD_NUMBER: _builtins.int
+    NUM_CORES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     address: _builtins.str
     """Where peers reach this node's gRPC server, host:port."""
@@ -79,6 +81,11 @@ class NodeDescription(_message.Message):
     host_id: _builtins.str
     will_measure: _builtins.bool
     """A profile will come with a later status: who places a model may wait a moment for it."""
+    machine_id: _builtins.str
+    """The machine, empty where it cannot be told, and the cores on it that the daemon may use: nodes
+    of one machine that compute at once share them.
+    """
+    num_cores: _builtins.int
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     def __init__(
@@ -97,10 +104,12 @@ class NodeDescription(_message.Message):
         unix_path: _builtins.str = ...,
         host_id: _builtins.str = ...,
         will_measure: _builtins.bool = ...,
+        machine_id: _builtins.str = ...,
+        num_cores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host_id", b"host_id", "hostname", b"hostname", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "node_id", b"node_id", "num_threads", b"num_threads", "platform", b"platform", "start_id", b"start_id", "unix_path", b"unix_path", "version", b"version", "will_measure", b"will_measure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host_id", b"host_id", "hostname", b"hostname", "machine_id", b"machine_id", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "node_id", b"node_id", "num_cores", b"num_cores", "num_threads", b"num_threads", "platform", b"platform", "start_id", b"start_id", "unix_path", b"unix_path", "version", b"version", "will_measure", b"will_measure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from stagemesh.rpc.v1 import comm_pb2 as _comm_pb2
 from stagemesh.rpc.v1 import common_pb2 as _common_pb2
 from stagemesh.rpc.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
@@ -106,6 +107,8 @@ class LinkProfile(_message.Message):
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     MEASURED_AT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SUM_SECONDS_FIELD_NUMBER: _builtins.int
+    SUM_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     latency_seconds: _builtins.float
     """One way, for a small message."""
@@ -114,6 +117,9 @@ class LinkProfile(_message.Message):
     measured_at: _builtins.float
     error: _builtins.str
     """Why there is no measurement; empty when there is."""
+    sum_seconds: _builtins.float
+    """Sums of two ranks of a stage that these nodes would be; 0 when not measured."""
+    sum_bytes_per_second: _builtins.float
     def __init__(
         self,
         *,
@@ -122,10 +128,12 @@ class LinkProfile(_message.Message):
         bytes_per_second: _builtins.float = ...,
         measured_at: _builtins.float = ...,
         error: _builtins.str = ...,
+        sum_seconds: _builtins.float = ...,
+        sum_bytes_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "error", b"error", "latency_seconds", b"latency_seconds", "measured_at", b"measured_at", "node_id", b"node_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "error", b"error", "latency_seconds", b"latency_seconds", "measured_at", b"measured_at", "node_id", b"node_id", "sum_bytes_per_second", b"sum_bytes_per_second", "sum_seconds", b"sum_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -236,6 +244,66 @@ class ProbePeersReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbePeersReply: _TypeAlias = ProbePeersReply  # noqa: Y015
+
+@_typing.final
+class ProbeSumsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """A group that no one else is in."""
+    rank: _builtins.int
+    timeout_seconds: _builtins.float
+    """For all of it."""
+    @_builtins.property
+    def version(self) -> _common_pb2.ProtocolVersion: ...
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[_comm_pb2.GroupMember]:
+        """Two, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.ProtocolVersion | None = ...,
+        group_id: _builtins.str = ...,
+        members: _abc.Iterable[_comm_pb2.GroupMember] | None = ...,
+        rank: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "members", b"members", "rank", b"rank", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeSumsRequest: _TypeAlias = ProbeSumsRequest  # noqa: Y015
+
+@_typing.final
+class ProbeSumsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUM_SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    sum_seconds: _builtins.float
+    """One sum of a small tensor, and what each byte of a large one adds."""
+    bytes_per_second: _builtins.float
+    def __init__(
+        self,
+        *,
+        sum_seconds: _builtins.float = ...,
+        bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "sum_seconds", b"sum_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeSumsReply: _TypeAlias = ProbeSumsReply  # noqa: Y015
 
 @_typing.final
 class ProbeFrame(_message.Message):

@@ -49,6 +49,11 @@ class ProfileServiceStub(object):
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeFrame.SerializeToString,
                 response_deserializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeAck.FromString,
                 _registered_method=True)
+        self.ProbeSums = channel.unary_unary(
+                '/stagemesh.rpc.v1.ProfileService/ProbeSums',
+                request_serializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeSumsRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeSumsReply.FromString,
+                _registered_method=True)
 
 
 class ProfileServiceServicer(object):
@@ -76,6 +81,13 @@ class ProfileServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbeSums(self, request, context):
+        """Asked of two nodes at once: as ranks of one stage, how long they take to add up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ProfileServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_ProfileServiceServicer_to_server(servicer, server):
                     servicer.Probe,
                     request_deserializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeFrame.FromString,
                     response_serializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeAck.SerializeToString,
+            ),
+            'ProbeSums': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeSums,
+                    request_deserializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeSumsRequest.FromString,
+                    response_serializer=stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeSumsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class ProfileService(object):
             '/stagemesh.rpc.v1.ProfileService/Probe',
             stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeFrame.SerializeToString,
             stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeSums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.rpc.v1.ProfileService/ProbeSums',
+            stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeSumsRequest.SerializeToString,
+            stagemesh_dot_rpc_dot_v1_dot_profile__pb2.ProbeSumsReply.FromString,
             options,
             channel_credentials,
             insecure,

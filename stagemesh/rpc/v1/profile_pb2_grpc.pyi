@@ -39,6 +39,8 @@ class ProfileServiceStub:
     """The other end of a probe. The first frame has `version`, the first ack accepts; each whole
     tensor is acknowledged.
     """
+    ProbeSums: _grpc.UnaryUnaryMultiCallable[_profile_pb2.ProbeSumsRequest, _profile_pb2.ProbeSumsReply]
+    """Asked of two nodes at once: as ranks of one stage, how long they take to add up."""
 
 @_typing.type_check_only
 class ProfileServiceAsyncStub(ProfileServiceStub):
@@ -51,6 +53,8 @@ class ProfileServiceAsyncStub(ProfileServiceStub):
     """The other end of a probe. The first frame has `version`, the first ack accepts; each whole
     tensor is acknowledged.
     """
+    ProbeSums: _aio.UnaryUnaryMultiCallable[_profile_pb2.ProbeSumsRequest, _profile_pb2.ProbeSumsReply]  # type: ignore[assignment]
+    """Asked of two nodes at once: as ranks of one stage, how long they take to add up."""
 
 class ProfileServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,5 +82,13 @@ class ProfileServiceServicer(metaclass=_abc_1.ABCMeta):
         """The other end of a probe. The first frame has `version`, the first ack accepts; each whole
         tensor is acknowledged.
         """
+
+    @_abc_1.abstractmethod
+    def ProbeSums(
+        self,
+        request: _profile_pb2.ProbeSumsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_profile_pb2.ProbeSumsReply, _abc.Awaitable[_profile_pb2.ProbeSumsReply]]:
+        """Asked of two nodes at once: as ranks of one stage, how long they take to add up."""
 
 def add_ProfileServiceServicer_to_server(servicer: ProfileServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -88,12 +88,15 @@ def stage_time(
     if size > 1:
         names = [n.node_id for n, _, _ in ranks]
         links = [cluster.link(a, b) for a in names for b in names if a != b]
-        latency = max(link.latency_seconds for link in links)
-        rate = min(link.bytes_per_second for link in links)
-        message = rows * model.hidden_size * 4
-        direct = latency + (size - 1) * message / rate
-        ring = 2 * (size - 1) * (latency + message / size / rate)
-        total += 2 * count * min(direct, ring)
+        seconds_of = [(link.sum_seconds, link.sum_bytes_per_second) for link in links]
+        pairs = zip(seconds_of, links, strict=True)
+        told = [(s or link.latency_seconds, r or link.bytes_per_second) for (s, r), link in pairs]
+        latency, rate = max(s for s, _ in told), min(r for _, r in told)
+        others = (size - 1) * rows * model.hidden_size * 4
+        if size == 2 or others <= 256 * 1024:
+            total += 2 * count * (latency + others / rate)
+        else:
+            total += 2 * count * 2 * (latency + others / size / rate)
     return total
 
 
@@ -297,9 +300,13 @@ def random_cluster(rng: random.Random, *, num_nodes: int, total_bytes: int) -> C
             )
         )
     names = [node.node_id for node in nodes] + ["coordinator"]
+    sums = random.Random(total_bytes)
     links = {
         (a, b): LinkProfile(
-            latency_seconds=rng.uniform(0, 5e-3), bytes_per_second=rng.uniform(1e5, 1e7)
+            latency_seconds=rng.uniform(0, 5e-3),
+            bytes_per_second=rng.uniform(1e5, 1e7),
+            sum_seconds=sums.choice([None, sums.uniform(1e-5, 5e-3)]),
+            sum_bytes_per_second=sums.choice([None, sums.uniform(1e5, 1e7)]),
         )
         for a, b in permutations(names, 2)
         if rng.random() < 0.3

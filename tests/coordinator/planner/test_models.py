@@ -15,11 +15,9 @@ from coordinator.planner.profiles import (
     COORDINATOR,
     ClusterProfile,
     Constraints,
-    LinkProfile,
     Workload,
 )
 from coordinator.planner.spans import ModelSpans, expert_share
-from coordinator.planner.step_times import all_reduce_seconds
 from coordinator.planner.time_model import step_sizes
 from coordinator.planner.units import Ways
 from stagemesh.errors import ConfigError
@@ -131,13 +129,6 @@ def test_experts_read_by_a_step():
     assert expert_share(cost, rows=1) == pytest.approx(8 / 384)
     assert expert_share(cost, rows=2) == pytest.approx(1 - (1 - 8 / 384) ** 2)
     assert expert_share(PAPER_MODELS["7b"].cost(dtype="bfloat16"), rows=1) == 1.0
-
-
-def test_an_all_reduce_takes_the_better_way():
-    link = LinkProfile(latency_seconds=1e-3, bytes_per_second=1e6)
-    # Small: one exchange of latency. Large: the ring moves each byte twice at most.
-    assert all_reduce_seconds(link, 8, num_ranks=4) == pytest.approx(1e-3 + 24e-6)
-    assert all_reduce_seconds(link, 8e6, num_ranks=4) == pytest.approx(6 * (1e-3 + 2.0))
 
 
 @pytest.mark.parametrize(
