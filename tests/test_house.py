@@ -29,6 +29,7 @@ SOURCES = sorted(
 # Where the event loop and threads meet; everything else is on one side.
 THREAD_BORDERS = {
     "node/executor.py": "loop to the device's compute thread",
+    "coordinator/hub.py": "downloads at the same time, before there is a loop",
     "coordinator/planning_thread.py": "loop to the planner's arithmetic",
     "stagemesh/comm/comm_loop.py": "compute threads to the loop, and the loop's own thread",
     "stagemesh/comm/large_copies.py": "copies of large tensors off the loop",
