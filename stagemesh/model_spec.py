@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from stagemesh.checkpoint.dimensions import Dimensions, read_dimensions
 from stagemesh.checkpoint.folder import read_model_folder
+from stagemesh.checkpoint.generation_settings import generation_config_from_gguf, sampling_defaults
 from stagemesh.checkpoint.gguf_config import config_from_gguf
 from stagemesh.checkpoint.gguf_header import read_gguf_header
 from stagemesh.checkpoint.gguf_names import ROPE_FACTORS_NAME, model_tensors
@@ -80,7 +81,7 @@ class ModelSpec:
     bos_token_id: int | None
     """Token that begins a sequence, where there is one."""
     generation_defaults: Mapping[str, Any]
-    """Content of generation_config.json, empty when absent."""
+    """Content of generation_config.json, or its equivalent; empty when absent."""
     kv_elements: int | None = None
     """Elements that a layer keeps of a token, where these are not two per head and dimension: keys
     and values of different widths; the most that any layer keeps."""
@@ -215,7 +216,7 @@ def _load_gguf(path: Path, *, name: str) -> ModelSpec:
         config=described.config,
         tensors=tensors,
         file_sizes={"gguf": header.num_file_bytes},
-        generation_config={},
+        generation_config=generation_config_from_gguf(header.metadata),
         rope_frequency_factors=described.rope_frequency_factors,
         gguf_metadata=header.metadata,
     )
@@ -250,6 +251,7 @@ def _build_spec(
             f"{where}: tensor {groups.embedding.source_name} has {groups.embedding.shape[0]} rows, "
             f"vocab_size is {dimensions.vocab_size}"
         )
+    sampling_defaults(generation_config, where=where)
     has_separate_head = any(info.name.endswith(".weight") for info in groups.head)
     if has_separate_head and dimensions.tie_word_embeddings:
         _LOG.warning(

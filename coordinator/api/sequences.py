@@ -14,6 +14,7 @@ from coordinator.api.limits import ApiLimits
 from coordinator.api.schemas import GenerationFields
 from coordinator.generation import Engine, GenerationRequest, ServedModel
 from coordinator.text.tokenizer import Tokenizer
+from stagemesh.checkpoint.generation_settings import SamplingDefaults, sampling_defaults
 from stagemesh.steps import SamplingParams
 
 
@@ -116,6 +117,7 @@ def build_answer(
         message = f"prompts times n may be at most {limits.max_choices}, got {num_choices}."
         raise bad_request(message, param="n" if fields.num_choices > 1 else prompt_param)
     answer_id = f"{id_prefix}-{secrets.token_hex(12)}"
+    defaults = sampling_defaults(served.spec.generation_defaults)
     choices: list[Choice] = []
     for prompt in prompts:
         max_tokens = _token_budget(
@@ -127,7 +129,7 @@ def build_answer(
                 model=served.name,
                 prompt_token_ids=prompt.token_ids,
                 max_tokens=max_tokens,
-                sampling=_sampling(fields, number=number, scores=scores),
+                sampling=_sampling(fields, defaults, number=number, scores=scores),
                 stop_token_ids=frozenset(served.spec.eos_token_ids) | tokenizer.eos_token_ids,
                 score_prompt=scores.prompt,
             )
@@ -177,15 +179,17 @@ def _token_budget(
     return room if asked is None else min(asked, room)
 
 
-def _sampling(fields: GenerationFields, *, number: int, scores: ScoreOptions) -> SamplingParams:
+def _sampling(
+    fields: GenerationFields, defaults: SamplingDefaults, *, number: int, scores: ScoreOptions
+) -> SamplingParams:
     # Choice i of a prompt draws with seed + i, so n choices differ and each can be had again
     # alone. The prompts of one request share seeds: a row of a batch equals its own request.
     seed = secrets.randbits(64) if fields.seed is None else (fields.seed + number) % 2**64
     return SamplingParams(
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=fields.top_k or 0,
-        min_p=fields.min_p or 0.0,
+        temperature=defaults.temperature if fields.temperature is None else fields.temperature,
+        top_p=defaults.top_p if fields.top_p is None else fields.top_p,
+        top_k=defaults.top_k if fields.top_k is None else fields.top_k,
+        min_p=defaults.min_p if fields.min_p is None else fields.min_p,
         seed=seed,
         logprobs=scores.logprobs,
         num_top_logprobs=scores.num_top,

@@ -1,12 +1,13 @@
 """What a request may say, and how it is told what is wrong."""
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
 from tests.api.scripted_engine import fixed
-from tests.api.support import CHAT, COMPLETIONS, error_of, open_api
+from tests.api.support import CHAT, COMPLETIONS, error_of, open_api, served_model
 
 NAN, INF = float("nan"), float("inf")
 
@@ -71,6 +72,19 @@ async def test_values_at_the_border_are_accepted(path: str) -> None:
         first, second = (request.sampling for request in api.engine.requests)
         assert (first.temperature, first.top_p, first.seed) == (2.0, 1e-9, 2**63)
         assert (second.temperature, second.top_k, second.seed) == (0.0, 1000, 2**64 - 1)
+
+
+async def test_defaults_of_the_model_come_before_those_of_openai() -> None:
+    settings = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25}
+    served = served_model()
+    spec = dataclasses.replace(served.spec, generation_defaults=settings)
+    async with open_api(served=[dataclasses.replace(served, spec=spec)]) as api:
+        await api.ask(CHAT, max_tokens=1)
+        await api.ask(COMPLETIONS, max_tokens=1, temperature=0, top_k=0, min_p=0, top_p=1)
+        silent, outspoken = (request.sampling for request in api.engine.requests)
+        assert {name: getattr(silent, name) for name in settings} == settings
+        assert (outspoken.temperature, outspoken.top_k) == (0.0, 0)
+        assert (outspoken.min_p, outspoken.top_p) == (0.0, 1.0)
 
 
 async def test_defaults_are_those_of_openai() -> None:

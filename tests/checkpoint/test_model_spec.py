@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
+from stagemesh.checkpoint.generation_settings import SamplingDefaults, sampling_defaults
 from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.models.weights import tied_head_differs
@@ -246,6 +248,35 @@ def test_eos_ids_are_the_union(tmp_path: Path) -> None:
     spec = load_model_spec(tmp_path)
     assert spec.eos_token_ids == (9, 5, 7)
     assert spec.generation_defaults["top_p"] == 0.5
+
+
+def test_generation_settings_of_either_format(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25}
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_int32("general.sampling.top_k", 20)
+        writer.add_float32("general.sampling.top_p", 0.75)
+        writer.add_float32("general.sampling.min_p", 0.25)
+
+    folder = write_tiny_checkpoint(tmp_path / "m")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(settings | {"do_sample": True}))
+    file = write_tiny_gguf(tmp_path, extra=extra)
+    for spec in (load_model_spec(folder), load_model_spec(file)):
+        assert sampling_defaults(spec.generation_defaults) == SamplingDefaults(**settings)
+    assert not caplog.records
+    nothing = load_model_spec(write_tiny_gguf(tmp_path / "plain")).generation_defaults
+    assert sampling_defaults(nothing) == SamplingDefaults()
+    # What cannot be is left out, and named once.
+    path.write_text('{"temperature": -1, "top_p": "x", "top_k": -1, "min_p": NaN}')
+    spec = load_model_spec(folder)
+    assert [record.getMessage().split()[-6] for record in caplog.records] == [
+        *("temperature", "top_p", "top_k", "min_p")
+    ]
+    assert sampling_defaults(spec.generation_defaults) == SamplingDefaults()
 
 
 def test_fingerprint_tells_models_apart_and_not_places(tmp_path: Path) -> None:
