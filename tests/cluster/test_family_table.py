@@ -59,3 +59,16 @@ def test_one_wrong_expert_is_seen(tmp_path: Path, check: object) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(AssertionError, match="logits differ"):
         check(tmp_path, model)  # type: ignore[operator]
+
+
+def test_sinks_of_other_heads_are_seen(tmp_path: Path) -> None:
+    """The negative control: the sinks of two heads, which two ranks have, have changed places."""
+    model = tiny_model("gpt_oss")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    sinks = tensors["model.layers.2.self_attn.sinks"]
+    tensors["model.layers.2.self_attn.sinks"] = sinks.flip(0).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(AssertionError, match="logits differ"):
+        check_ranks(tmp_path, model)
