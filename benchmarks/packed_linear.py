@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.report import Floor, at_least, median, parser, report
-from stagemesh.models.packed_linear import PackedLinear, can_pack
+from stagemesh.models.packed_linear import PackedLinear, can_pack, packable_dtypes
 
 _SHAPES = ((1536, 576), (576, 1536), (49152, 576))
 _WEIGHT_BYTES = 10**8
@@ -66,7 +66,7 @@ def main() -> None:
     rows = [
         row
         for threads in (1, 2)
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in packable_dtypes()
         for shape in _SHAPES
         for row in measure(shape, dtype, threads, arguments.rounds)
     ]

@@ -18,6 +18,7 @@ from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.buffers import materialize_buffers
 from stagemesh.models.family_config import OWN_ATTENTION, build_on_meta, checked_config
+from stagemesh.models.half_linear import HalfLinear
 from stagemesh.models.kv_shape import KVShape
 from stagemesh.models.outline import Outline, find_outline
 from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears
@@ -219,6 +220,6 @@ def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _weight_bytes(model: nn.Module) -> int:
-    held = (PackedLinear, *LOW_BIT_MODULES)
+    held = (PackedLinear, HalfLinear, *LOW_BIT_MODULES)
     packed = sum(m.weight_bytes for m in model.modules() if isinstance(m, held))
     return packed + sum(p.numel() * p.element_size() for p in model.parameters())

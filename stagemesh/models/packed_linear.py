@@ -12,6 +12,8 @@ import logging
 import torch
 from torch import nn
 
+from stagemesh.models.half_linear import HalfLinear, can_be_half
+
 logger = logging.getLogger(__name__)
 
 # The block layout depends on the row count that packing is told. Eight suits decode steps of one
@@ -64,18 +66,23 @@ def can_pack(device: torch.device) -> bool:
 
 
 def pack_linears(module: nn.Module) -> int:
-    """Replace each plain `nn.Linear` below `module` by a `PackedLinear`; return how many.
+    """Replace each plain `nn.Linear` below `module` by a packed one; return how many.
 
-    Those of dtypes without packed kernels on this processor stay as they are. Subclasses of
-    `nn.Linear` keep their own forward. Each weight is freed as soon as it is packed, so the peak is
-    one weight above the resting size.
+    Those in 16 bits that oneDNN has no kernels for on this processor become a `HalfLinear` where
+    they can. Subclasses of `nn.Linear` keep their own forward. Each weight is freed as soon as it
+    is packed, so the peak is one weight above the resting size.
     """
     count = 0
     dtypes = packable_dtypes()
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype in dtypes:
+            if type(child) is not nn.Linear:
+                continue
+            if child.weight.dtype in dtypes:
                 setattr(parent, name, PackedLinear(child))
+                count += 1
+            elif can_be_half(child.weight):
+                setattr(parent, name, HalfLinear(child))
                 count += 1
     logger.debug("linears packed", extra={"num_linears": count})
     return count

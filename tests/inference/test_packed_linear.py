@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stagemesh.models import packed_linear
 from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears, packable_dtypes
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="no oneDNN in this torch")
@@ -65,11 +64,3 @@ def test_only_plain_linears_of_known_dtypes_are_packed() -> None:
     assert kinds == [PackedLinear, Special, nn.Linear]
     assert isinstance(module["inner"][0], PackedLinear)
     assert module["inner"][0].weight_bytes == 64
-
-
-def test_without_kernels_a_linear_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without AVX-512 oneDNN refuses to pack bfloat16."""
-    monkeypatch.setattr(packed_linear, "packable_dtypes", lambda: (torch.float32,))
-    module = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
-    assert pack_linears(module) == 1
-    assert [type(m) for m in module] == [nn.Linear, PackedLinear]
