@@ -35,10 +35,11 @@ from stagemesh.models.weights import WeightReader
 
 _SAMPLE = "smollm2-135m-instruct"
 _TOPICS = ("compound", "execmodel", "import")
-_TEXT_TOKENS = 4096
+_TEXT_TOKENS = 2048
 _WINDOW = 512
-_STREAM_TOKENS = 129
+_STREAM_TOKENS = 65
 _CHILD_SECONDS = 120.0
+_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,9 @@ def floors_of(rows: Sequence[dict[str, Any]]) -> list[Floor]:
 
 def main() -> None:
     """Parse the command line and run."""
-    arguments = parser(__doc__ or "").parse_args()
+    options = parser(__doc__ or "")
+    options.set_defaults(rounds=_ROUNDS)
+    arguments = options.parse_args()
     torch.set_num_threads(2)
     spec = load_model_spec(_SAMPLE)
     with tempfile.TemporaryDirectory() as folder:

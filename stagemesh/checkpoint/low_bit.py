@@ -7,9 +7,9 @@ Planner and loader ask here, so that what is planned is what is held. The modes 
     int8   the matrices of layers, the head and the token table in 8 bits, whatever the file has
     int4   the matrices of layers in 4 bits; head and token table in 8
 
-A head that is the token table shares its memory. Norms, biases, routers, the experts of mixtures
-and learned positions stay in the run dtype. A matrix whose size the 4-bit kernels do not take is
-held in 8 bits.
+A head that is the token table shares its memory. Norms, biases, routers, learned positions and
+experts that a file has stacked in one tensor stay in the run dtype. A matrix whose size the 4-bit
+kernels do not take is held in 8 bits.
 """
 
 import re
@@ -36,7 +36,7 @@ _ASKED: dict[str, Form] = {"int8": "int8", "int4": "int4"}
 _INT4_ROWS = 16
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d{1,6}\.(.+)$", re.ASCII)
-_LEFT_ALONE = re.compile(r"norm|experts\.|router|(?:^|\.)(?:gate|shared_expert_gate)\.weight$")
+_LEFT_ALONE = re.compile(r"norm|router|(?:^|\.)(?:gate|shared_expert_gate)\.weight$")
 
 
 def check_mode(quantize: str) -> None:

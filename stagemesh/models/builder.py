@@ -27,7 +27,6 @@ from stagemesh.models.prune import prune
 from stagemesh.models.quantized_linear import LOW_BIT_MODULES
 from stagemesh.models.quantized_stage import put_quantized
 from stagemesh.models.stored_tensors import StoredTensors
-from stagemesh.models.tensor_cut import TensorCut
 from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.models.tensor_parallel import apply_tensor_plan, check_spread_norms
 from stagemesh.models.tp_plan import TensorPlan, plan_tensor_parallel
@@ -130,19 +129,20 @@ def build_stage(
     reader = WeightReader(spec, on_bytes=on_bytes)
     infos = spec.tensors_for_stage(start_layer, end_layer)
     cuts = plan.cuts if plan is not None else {}
+    stored = StoredTensors(model, infos, path=spec.path)
     is_low_head = put_quantized(
         model,
-        {info.name: info for info in infos},
+        stored,
         reader,
         quantize=quantize,
         table=spec.groups.embedding,
         dtype=DTYPES[dtype],
         device=device,
-        cuts={name: cut for name, cut in cuts.items() if isinstance(cut, TensorCut)},
+        cuts=cuts,
     )
     fill_parameters(
         model,
-        StoredTensors(model, infos, path=spec.path),
+        stored,
         reader,
         table=spec.groups.embedding,
         device=device,

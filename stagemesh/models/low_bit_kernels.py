@@ -12,11 +12,14 @@ import torch
 
 from stagemesh.checkpoint.low_bit import GROUP
 
-# Rows up to which the low-bit kernel is faster than unpacking to that type, measured with
-# 1536 x 576 and 576 x 1536 weights and 1 and 2 threads on an AVX-512 CPU.
-_INT8_ROWS = {torch.bfloat16: 8, torch.float32: 16}
-_INT4_ROWS = 128
+# Rows up to which the low-bit kernel is faster than unpacking to that type, with 1536 x 576 and
+# 576 x 1536 weights and 1 and 2 threads (`python -m benchmarks.low_bit_kernels`): on CPUs with
+# bfloat16 instructions, and on one with AVX2. With one thread unpacking pays a little earlier than
+# this, with two a little later.
+_INT8_ROWS = {torch.bfloat16: 8, torch.float32: 32}
+_INT4_ROWS = {torch.bfloat16: 128, torch.float32: 64}
 _INT8_VECTOR = 32
+_TILE_ELEMENTS = 2**18
 
 _HALF_BLOCKS = (32, 16)
 """Half of the rows that a block of the 4-bit layout has, by instruction set: AVX-512, AVX2."""
@@ -57,7 +60,7 @@ class LowBitKernels:
             device=device,
             wide=wide,
             int8_rows=_INT8_ROWS[wide],
-            int4_rows=_INT4_ROWS,
+            int4_rows=_INT4_ROWS[wide],
             half_block=_find_half_block(),
         )
 
@@ -139,13 +142,15 @@ class LowBitKernels:
         half, (rows, pairs) = self.half_block, packed.shape
         columns, blocks = 2 * pairs, rows // (2 * half)
         # A block is [columns, half]: low halves are its first rows, high halves the others.
-        raw = packed.view(blocks, columns, half).transpose(0, 1)
-        values = torch.empty((columns, blocks, 2, half), dtype=self.wide)
-        values[:, :, 0] = raw & 15
-        values[:, :, 1] = raw >> 4
+        raw = packed.view(blocks, columns, half)
+        values = torch.stack([raw & 15, raw >> 4], dim=2).transpose(0, 1)
+        groups = values.to(self.wide, memory_format=torch.contiguous_format)
         scales, zeros = scales_zeros.to(self.wide).unbind(-1)
-        groups = values.view(columns // GROUP, GROUP, rows)
-        weight = torch.addcmul((zeros - 8 * scales)[:, None], groups, scales[:, None])
+        weight = torch.addcmul(
+            (zeros - 8 * scales)[:, None],
+            groups.view(columns // GROUP, GROUP, rows),
+            scales[:, None],
+        )
         return weight.view(columns, rows)
 
     def _can_unpack(self, rows: int) -> bool:
@@ -162,8 +167,8 @@ class LowBitKernels:
 
 
 def _tile_rows(columns: int) -> int:
-    """Rows of a tile of about 2 MiB in 16 bits: one that stays in the second-level cache."""
-    return max(64, 2**20 // columns // 64 * 64)
+    """Rows of a tile that stays in the second-level cache while it is made and multiplied."""
+    return max(64, _TILE_ELEMENTS // columns // 64 * 64)
 
 
 def _find_half_block() -> int:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from stagemesh.checkpoint.tensor_info import TensorInfo
 from stagemesh.errors import CheckpointError
-from stagemesh.models.tensor_cut import AnyCut, ExpertCut, Once, TensorCut
+from stagemesh.models.tensor_cut import AnyCut, ExpertCut, Once, Range, TensorCut
 from stagemesh.models.weights import WeightReader
 
 
@@ -99,7 +99,47 @@ class StoredTensors:
                 f"{self._path}: what the checkpoint holds for {name} has shape {got}, "
                 f"the model needs {list(shape)}"
             )
-        return apply_cut(whole, cut)
+        # Made with other parameters, which may be wanted in another dtype.
+        return apply_cut(whole, cut).to(dtype)
+
+    def sources(self, name: str) -> list[TensorInfo]:
+        """The tensors of the files that make up a parameter; empty where there are none."""
+        if name in self._direct:
+            return [self._direct[name]]
+        recipe = self._recipes.get(name)
+        return [] if recipe is None else [i for infos in recipe.sources.values() for i in infos]
+
+    def direct(self, name: str) -> TensorInfo | None:
+        """The tensor that is the parameter as it stands, maybe under another name."""
+        return self._direct.get(name)
+
+    def of_experts(
+        self, name: str, shape: tuple[int, ...], *, cut: ExpertCut | None
+    ) -> list[list[tuple[TensorInfo, TensorCut]]] | None:
+        """The tensors of which each expert's matrix is made, one below the other.
+
+        Args:
+            name: of a parameter [experts, rows, columns].
+            shape: of all of it.
+            cut: which part of each expert is wanted.
+
+        Returns:
+            None where the files do not have whole rows of each expert in tensors of their own.
+        """
+        recipe = self._recipes.get(name)
+        if recipe is None or len(shape) != 3:
+            return None
+        whole = ExpertCut(axis=1, ranges=_halves(recipe, shape))
+        parts = _cut_experts(recipe, cut or whole, shape)
+        if parts is None:
+            return None
+        columns = [recipe.sources[pattern] for pattern in parts]
+        if any(len(infos) != shape[0] or len(infos[0].shape) != 2 for infos in columns):
+            return None
+        return [
+            [(info, part) for info, part in zip(infos, parts.values(), strict=True)]
+            for infos in zip(*columns, strict=True)
+        ]
 
     def _sort(self, infos: list[TensorInfo]) -> None:
         wanted = dict(self._model.state_dict())
@@ -217,6 +257,13 @@ def _cut_experts(
         parts[pattern] = TensorCut(rows=((start - index * height, end - index * height),))
     is_whole = len(patterns) == len(cut.ranges) and set(parts) == set(recipe.sources)
     return parts if is_whole else None
+
+
+def _halves(recipe: _Recipe, shape: tuple[int, ...]) -> tuple[Range, ...]:
+    """All rows of an expert, tensor by tensor."""
+    count = len(recipe.converter.source_patterns)
+    height = shape[1] // count
+    return tuple((index * height, (index + 1) * height) for index in range(count))
 
 
 def _is_of_rows(recipe: _Recipe, shape: tuple[int, ...]) -> bool:

@@ -1,6 +1,5 @@
 """Stages with weights in low bits: what they hold, what they answer, and what is planned."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 
 from coordinator.model_cost import held_model_cost
 from stagemesh.checkpoint.low_bit import Role, held_form
-from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.errors import ConfigError
 from stagemesh.inference import attention
 from stagemesh.inference.stage_engine import StageEngine
@@ -24,11 +22,8 @@ from stagemesh.models.low_bit_values import (
 )
 from stagemesh.models.quantized_linear import Int4Linear, Int8Embedding, Int8Linear
 from stagemesh.models.weights import WeightReader
-from stagemesh.placement.tensor_shares import TensorShares
-from stagemesh.steps import SamplingParams, Segment, Step
+from tests.inference.quantized.comparing import distance, logits_of
 from tests.support.checkpoints import edit_tensors, write_tiny_checkpoint, write_tiny_gguf
-from tests.support.ranks import run_ranks
-from tests.support.tensor_stages import load_rank, shares_of
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89]
@@ -54,23 +49,6 @@ def build(spec: ModelSpec, quantize: str, *, span: tuple[int, int] | None = None
     )
 
 
-def logits_of(engine: StageEngine, prompt: list[int]) -> torch.Tensor:
-    kept: list[torch.Tensor] = []
-    hook = engine.stage.model.register_forward_hook(
-        lambda _module, _args, output: kept.append(output.logits[0].float().clone())
-    )
-    segment = Segment(
-        session_id=1,
-        start_position=0,
-        num_tokens=len(prompt),
-        sampling=SamplingParams(),
-        target_token_ids=tuple(prompt),
-    )
-    engine.run(Step(step_id=1, segments=(segment,), token_ids=tuple(prompt)), None)
-    hook.remove()
-    return kept[0]
-
-
 def load(spec: ModelSpec, quantize: str) -> StageEngine:
     return StageEngine.load(
         spec,
@@ -81,10 +59,6 @@ def load(spec: ModelSpec, quantize: str) -> StageEngine:
         kv_limit_bytes=2**26,
         quantize=quantize,
     )
-
-
-def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("matrix_type", ["Q4_0", "Q4_1", "Q8_0"])
@@ -193,43 +167,3 @@ def test_what_is_left_alone_and_what_is_refused(tmp_path: Path) -> None:
     assert held_form(down, role="layer", quantize="auto") == "plain"
     with pytest.raises(ConfigError, match="quantize must be one of none, auto, int8, int4"):
         build(spec, "int3")
-
-
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("columns", [(96, 32), (50, 78)])
-def test_ranks_answer_as_one_alone(
-    tmp_path: Path,
-    quantize: str,
-    columns: tuple[int, int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Cuts on borders of groups keep 4 bits; a layer that is cut elsewhere is held in 8."""
-    sizes = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    spec = load_model_spec(
-        write_tiny_gguf(tmp_path / "m", matrix_type="Q4_1", embedding_type="Q8_0", **sizes)
-    )
-    alone = logits_of(load(spec, quantize), PROMPT)
-    even = shares_of(spec, 2)
-    shares = TensorShares(
-        num_kv_heads=even.num_kv_heads,
-        query_heads=even.query_heads,
-        mlp_columns=columns,
-        vocab_rows=even.vocab_rows,
-    )
-
-    def run(group: ProcessGroup) -> tuple[torch.Tensor, type]:
-        engine = load_rank(spec, group, shares, quantize=quantize)
-        down = engine.stage.model.get_submodule("model.layers.0.mlp.down_proj.linear")
-        return logits_of(engine, PROMPT), type(down)
-
-    with caplog.at_level(logging.INFO, logger="stagemesh.models.quantized_stage"):
-        runs = run_ranks(2, run, timeout_seconds=20.0)
-    got = torch.cat([logits for logits, _ in runs], dim=-1)
-    is_aligned = columns == (96, 32)
-    expected = Int4Linear if quantize == "int4" and is_aligned else Int8Linear
-    assert {kind for _, kind in runs} == {expected}
-    is_told = "down_proj is held in 8 bits" in caplog.text
-    assert is_told == (quantize == "int4" and not is_aligned)
-    assert distance(got, alone) < 0.05
-    # Negative control: the ranks the other way round.
-    assert distance(torch.cat([runs[1][0], runs[0][0]], dim=-1), alone) > 0.2
