@@ -7,17 +7,21 @@ rule that is not listed is refused by name: with the wrong rule the model would 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from coordinator.text.cut_rules import CUT_RULES
-from coordinator.text.metadata import gguf_array
-from coordinator.text.pieces import SPACE_MARK, Spelling
+from coordinator.text.metadata import gguf_array, gguf_numbers
+from coordinator.text.piece_vocabulary import (
+    BYTE,
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    PieceVocabulary,
+)
+from coordinator.text.pieces import Spelling
 from stagemesh.errors import CheckpointError, UnsupportedModel
-
-# Values of tokenizer.ggml.token_type.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +50,13 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
     if kind == "gpt2":
         built = _byte_level(metadata, tokens=tokens)
     elif kind == "llama":
-        built = _sentencepiece(metadata, tokens=tokens)
+        built = _pieces(metadata, "bpe", tokens=tokens)
+    elif kind == "t5":
+        built = _pieces(metadata, "unigram", tokens=tokens)
     else:
         raise UnsupportedModel(
-            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' "
-            "(sentencepiece BPE)"
+            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE), 'llama' "
+            "(sentencepiece BPE) and 't5' (sentencepiece unigram)"
         )
     _mark_added_tokens(built.backend, tokens=tokens, metadata=metadata)
     return built
@@ -84,33 +90,36 @@ def _byte_level(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTo
     return GgufTokenizer(backend=backend, spelling=spelling, adds_bos=rule.adds_bos)
 
 
-def _sentencepiece(metadata: Mapping[str, Any], *, tokens: Sequence[str]) -> GgufTokenizer:
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if "tokenizer.ggml.merges" in metadata:
+def _pieces(
+    metadata: Mapping[str, Any], kind: Literal["bpe", "unigram"], *, tokens: Sequence[str]
+) -> GgufTokenizer:
+    """A vocabulary of sentencepiece, with the defaults of llama.cpp."""
+    merges = None
+    if kind == "bpe" and "tokenizer.ggml.merges" in metadata:
+        vocabulary = {token: index for index, token in enumerate(tokens)}
         merges = _read_merges(gguf_array(metadata, "merges"), vocabulary=vocabulary)
-    else:
-        scores = [float(score) for score in gguf_array(metadata, "scores")]
-        if len(scores) != len(tokens):
-            raise CheckpointError(
-                f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens"
-            )
-        merges = _merges_of_scores(vocabulary, scores=scores)
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    backend = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=merges,
-            unk_token=tokens[int(unknown)] if 0 <= int(unknown) < len(tokens) else None,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    is_bpe = kind == "bpe"
+    types = [int(kind) for kind in gguf_numbers(metadata, "token_type")]
+    pieces = PieceVocabulary(
+        kind=kind,
+        pieces=tokens,
+        scores=[float(score) for score in gguf_numbers(metadata, "scores")],
+        types=types,
+        merges=merges,
+        unknown_id=int(metadata.get("tokenizer.ggml.unknown_token_id", 0 if is_bpe else 2)),
+        spells_bytes=is_bpe or BYTE in types,
+        # As in llama.cpp, each stretch of text between special tokens gets the space.
+        adds_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", is_bpe)),
+        removes_spaces=not is_bpe
+        and bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+        character_map=b"" if is_bpe else _character_map(metadata),
     )
-    # As in llama.cpp, each stretch of text between special tokens gets the space.
-    adds_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    prefix = [normalizers.Prepend(SPACE_MARK)] if adds_space else []
-    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE_MARK)])
-    spelling = Spelling(kind="sentencepiece", strips_leading_space=adds_space, has_byte_tokens=True)
-    return GgufTokenizer(backend=backend, spelling=spelling, adds_bos=True)
+    return GgufTokenizer(backend=pieces.build(), spelling=pieces.spelling(), adds_bos=is_bpe)
+
+
+def _character_map(metadata: Mapping[str, Any]) -> bytes:
+    """Writers spell its bytes as signed or as unsigned numbers."""
+    return bytes(int(byte) & 0xFF for byte in gguf_numbers(metadata, "precompiled_charsmap"))
 
 
 def _read_merges(entries: Sequence[str], *, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -126,30 +135,11 @@ def _read_merges(entries: Sequence[str], *, vocabulary: Mapping[str, int]) -> li
     return merges
 
 
-def _merges_of_scores(
-    vocabulary: Mapping[str, int], *, scores: Sequence[float]
-) -> list[tuple[str, str]]:
-    """The merges that a scored vocabulary implies: the better the result's score, the earlier.
-
-    Sentencepiece joins the two neighbours whose joined piece has the best score; a BPE joins the
-    two whose merge comes first. So each way to cut a piece in two pieces is a merge with the rank
-    of the piece's score.
-    """
-    ranked = []
-    for piece, index in vocabulary.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocabulary and right in vocabulary:
-                ranked.append((-scores[index], -len(left), left, right))
-    ranked.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in ranked]
-
-
 def _mark_added_tokens(
     backend: Tokenizer, *, tokens: Sequence[str], metadata: Mapping[str, Any]
 ) -> None:
     """Make control tokens special and user-defined ones whole: neither is cut or merged."""
-    types = [int(kind) for kind in gguf_array(metadata, "token_type")]
+    types = [int(kind) for kind in gguf_numbers(metadata, "token_type")]
     if types and len(types) != len(tokens):
         raise CheckpointError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
@@ -158,9 +148,9 @@ def _mark_added_tokens(
     for token, kind in zip(tokens, types, strict=False):
         if not token:
             continue
-        if kind in (_UNKNOWN, _CONTROL):
+        if kind in (UNKNOWN, CONTROL):
             special.append(AddedToken(token, special=True, normalized=False))
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             whole.append(AddedToken(token, special=False, normalized=False))
     backend.add_special_tokens(special)
     backend.add_tokens(whole)

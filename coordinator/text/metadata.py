@@ -1,7 +1,8 @@
 """What a model's files say about its text side besides the vocabulary.
 
-A folder spreads it over tokenizer_config.json, special_tokens_map.json, generation_config.json and
-chat_template.jinja (or .json); a GGUF file has it in its metadata. Both become a `TextMetadata`.
+A folder spreads it over tokenizer_config.json, special_tokens_map.json, added_tokens.json,
+generation_config.json and chat_template.jinja (or .json); a GGUF file has it in its metadata. Both
+become a `TextMetadata`.
 """
 
 import json
@@ -28,7 +29,11 @@ class TextMetadata:
     chat_template: str | None
     """Source of the chat template."""
     added_tokens: tuple[Mapping[str, Any], ...] = ()
-    """Entries of added_tokens_decoder, in order of their ids (folders only)."""
+    """Entries of added_tokens_decoder with their "id", in order of that (folders only)."""
+    adds_space: bool | None = None
+    """Whether text gets a space in front; None where nothing says so (folders only)."""
+    is_legacy: bool = True
+    """Each stretch of text between special tokens gets that space, not the first alone."""
 
 
 def folder_metadata(spec: ModelSpec) -> TextMetadata:
@@ -47,7 +52,10 @@ def folder_metadata(spec: ModelSpec) -> TextMetadata:
         adds_bos=_flag(config.get("add_bos_token")),
         eos_token_ids=_token_ids(*sources, spec.eos_token_ids),
         chat_template=_folder_template(folder, config),
-        added_tokens=_added_tokens(config.get("added_tokens_decoder") or {}, folder=folder),
+        added_tokens=_added_tokens(config.get("added_tokens_decoder") or {}, folder=folder)
+        or _older_added_tokens(folder),
+        adds_space=_flag(config.get("add_prefix_space")),
+        is_legacy=config.get("legacy") is not False,
     )
 
 
@@ -82,6 +90,18 @@ def gguf_array(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise CheckpointError(f"tokenizer.ggml.{name} must be an array, not {type(value).__name__}")
     return value
+
+
+def gguf_numbers(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    """The same of numbers.
+
+    Raises:
+        CheckpointError: the entry is no array, or of something else.
+    """
+    values = list(gguf_array(metadata, name))
+    if not all(isinstance(value, int | float) for value in values):
+        raise CheckpointError(f"tokenizer.ggml.{name} must be an array of numbers")
+    return values
 
 
 def text_metadata(spec: ModelSpec) -> TextMetadata:
@@ -121,7 +141,18 @@ def _added_tokens(entries: Any, *, folder: Path) -> tuple[Mapping[str, Any], ...
         raise CheckpointError(
             f"{folder}/tokenizer_config.json: added_tokens_decoder must map ids to objects"
         )
-    return tuple(entries[key] for key in sorted(entries, key=int))
+    return tuple({**entries[key], "id": int(key)} for key in sorted(entries, key=int))
+
+
+def _older_added_tokens(folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """The same from added_tokens.json, which maps texts to ids; a tokenizer.json has them."""
+    if (folder / "tokenizer.json").is_file():
+        return ()
+    ids = _read_json(folder / "added_tokens.json")
+    if not all(isinstance(token_id, int) for token_id in ids.values()):
+        raise CheckpointError(f"{folder}/added_tokens.json must map texts to ids")
+    texts = sorted(ids, key=ids.__getitem__)
+    return tuple({"content": text, "id": ids[text], "normalized": False} for text in texts)
 
 
 def _flag(value: object) -> bool | None:

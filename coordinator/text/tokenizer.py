@@ -17,6 +17,7 @@ from typing import Any
 
 import tokenizers
 
+from coordinator.text import sentencepiece_model
 from coordinator.text.gguf_tokenizer import build_gguf_tokenizer
 from coordinator.text.metadata import TextMetadata, text_metadata
 from coordinator.text.pieces import Spelling, byte_alphabet, spelling_of_decoder
@@ -174,7 +175,8 @@ def load_tokenizer(spec: ModelSpec) -> Tokenizer:
     """Load the tokenizer of a model from its folder or its GGUF file.
 
     Raises:
-        UnsupportedModel: there is no tokenizer.json, or the kind of tokenizer is not supported.
+        UnsupportedModel: there is neither tokenizer.json nor tokenizer.model, or the kind of
+            tokenizer is not supported.
         CheckpointError: the tokenizer's files contradict themselves or cannot be read.
     """
     metadata = text_metadata(spec)
@@ -183,20 +185,17 @@ def load_tokenizer(spec: ModelSpec) -> Tokenizer:
         backend, spelling = built.backend, built.spelling
         if metadata.adds_bos is None:
             metadata = dataclasses.replace(metadata, adds_bos=built.adds_bos)
-    else:
-        backend, spelling = _read_tokenizer_json(Path(spec.path) / "tokenizer.json")
+    elif (path := Path(spec.path) / "tokenizer.json").is_file():
+        backend, spelling = _read_tokenizer_json(path)
         _add_missing_tokens(backend, metadata=metadata)
+    else:
+        backend, spelling, metadata = _read_tokenizer_model(Path(spec.path), metadata)
     return Tokenizer(
         backend, spelling=spelling, metadata=metadata, model_vocab_size=spec.vocab_size
     )
 
 
 def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, Spelling]:
-    if not path.is_file():
-        raise UnsupportedModel(
-            f"{path.parent} has no tokenizer.json; save the tokenizer with transformers "
-            "(AutoTokenizer.from_pretrained(...).save_pretrained(folder)) to get one"
-        )
     try:
         content = path.read_text(encoding="utf-8")
         decoder = json.loads(content).get("decoder")
@@ -207,6 +206,36 @@ def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, Spelling]:
         return tokenizers.Tokenizer.from_str(content), spelling
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path} is not a valid tokenizer.json: {error}") from error
+
+
+def _read_tokenizer_model(
+    folder: Path, metadata: TextMetadata
+) -> tuple[tokenizers.Tokenizer, Spelling, TextMetadata]:
+    """From the vocabulary of sentencepiece, and what it says where the folder's settings do not."""
+    path = folder / sentencepiece_model.FILE_NAME
+    if not path.is_file():
+        raise UnsupportedModel(
+            f"{folder} has neither tokenizer.json nor tokenizer.model; save the tokenizer with "
+            "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(folder)) to get one"
+        )
+    model = sentencepiece_model.read_sentencepiece_model(
+        path, adds_space=metadata.adds_space, adds_space_once=not metadata.is_legacy
+    )
+    special_tokens = {**model.special_tokens, **metadata.special_tokens}
+    backend = model.vocabulary.build()
+    _add_missing_tokens(backend, metadata=metadata)
+    for entry in metadata.added_tokens:
+        if (token_id := backend.token_to_id(str(entry.get("content")))) != entry["id"]:
+            raise CheckpointError(
+                f"{folder}: added token {entry.get('content')!r:.80} has the id {entry['id']} in "
+                f"the settings and {token_id} after the {len(model.vocabulary.pieces)} of {path}"
+            )
+    specials = dict.fromkeys((*model.control_tokens, *special_tokens.values()))
+    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False) for t in specials])
+    # Files of that age are of models that begin with BOS, unless the settings say otherwise.
+    adds_bos = True if metadata.adds_bos is None else metadata.adds_bos
+    metadata = dataclasses.replace(metadata, special_tokens=special_tokens, adds_bos=adds_bos)
+    return backend, model.vocabulary.spelling(), metadata
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, *, metadata: TextMetadata) -> None:

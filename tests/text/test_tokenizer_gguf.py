@@ -209,7 +209,7 @@ def test_sentencepiece_bytes() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"tokenizer.ggml.model": "t5"}, UnsupportedModel, "'t5'"),
+        ({"tokenizer.ggml.model": "rwkv"}, UnsupportedModel, "'rwkv'"),
         ({"tokenizer.ggml.model": None}, UnsupportedModel, "None"),
         (
             {"tokenizer.ggml.pre": "superbpe"},
@@ -222,6 +222,7 @@ def test_sentencepiece_bytes() -> None:
         ({"tokenizer.ggml.merges": ["h q q"]}, CheckpointError, "'h q q'"),
         ({"tokenizer.ggml.merges": ["nospace"]}, CheckpointError, "'nospace'"),
         ({"tokenizer.ggml.token_type": [1, 3]}, CheckpointError, "2 entries for"),
+        ({"tokenizer.ggml.token_type": ["x"]}, CheckpointError, "token_type must be an array of"),
     ],
 )
 def test_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -236,6 +237,8 @@ def test_missing_merges_and_scores_are_refused() -> None:
         load(metadata)
     with pytest.raises(CheckpointError, match="scores has 0 entries"):
         load(builders.sentencepiece_metadata(**{"tokenizer.ggml.scores": []}))
+    with pytest.raises(CheckpointError, match="scores must be an array of numbers"):
+        load(builders.sentencepiece_metadata(**{"tokenizer.ggml.scores": ["x"]}))
 
 
 def test_end_tokens_of_a_gguf() -> None:
