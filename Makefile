@@ -58,17 +58,26 @@ test: $(STAMP) ## Run all tests, the fast ones first
 	done; \
 	exit $$status
 
-# Two at a time, but those that start clusters and processes of their own, and wait for them, alone.
+# Two at a time, each with one thread, but those that start clusters and processes of their own, and wait
+# for them, alone.
 ALONE := tests/cluster tests/process
 test-fast: $(STAMP) ## Run the tests that take seconds
 	@status=0; \
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n 2 $(ALONE:%=--ignore=%) $(PYTEST_ARGS) || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" -n 2 \
+		$(ALONE:%=--ignore=%) $(PYTEST_ARGS) || status=1; \
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ALONE) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
-# pytest's status 5 says that no test was selected; a part without tests is no failure.
+# The many that stay in one process two at a time, too. pytest's status 5 says that no test was
+# selected; a part without tests is no failure.
+MANY := tests/cluster/test_family_table.py tests/checkpoint tests/training/test_parity.py
 test-slow: $(STAMP) ## Run the slow tests, and those that need an accelerator where there is one
-	@$(BIN)/python -m pytest -q -m "slow or gpu" $(PYTEST_ARGS) || [[ $$? == 5 ]]
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or gpu" -n 2 $(MANY) $(PYTEST_ARGS) \
+		|| [[ $$? == 5 ]] || status=1; \
+	$(BIN)/python -m pytest -q -m "slow or gpu" $(MANY:%=--ignore=%) $(PYTEST_ARGS) \
+		|| [[ $$? == 5 ]] || status=1; \
+	exit $$status
 
 lint: $(STAMP) ## Check style, types and import directions
 	$(BIN)/ruff check
