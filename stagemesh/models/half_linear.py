@@ -11,6 +11,9 @@ float32.
 A bfloat16 weight has fewer bits than a float16 one, but a wider range. What is below 2^-14 is
 rounded to a multiple of 2^-24; a matrix where that could matter, or that has larger weights than
 float16 holds, is left to torch.
+
+FBGEMM lays out blocks of 512 columns, and a part of a block takes the room of a whole one. So the
+columns behind the last whole block are held in float32 where that is less.
 """
 
 import torch
@@ -22,6 +25,7 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_LARGEST = 2.0**-9
 _LARGEST = 65504.0
 _ENGINES = ("fbgemm", "x86")
+_BLOCK = 512
 # Elements that are packed at once: packing wants them in float32, then 128 MiB.
 _PIECE_ELEMENTS = 2**25
 
@@ -36,17 +40,21 @@ class HalfLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.weight_bytes = 2 * linear.weight.numel()
         weight = linear.weight.detach()
         bias: torch.Tensor | None = linear.bias
+        rest = self.in_features % _BLOCK
+        self._num_packed = self.in_features - (rest if rest <= _BLOCK // 2 else 0)
         rows = max(1, _PIECE_ELEMENTS // self.in_features)
         self._pieces = [
             torch.ops.quantized.linear_prepack_fp16(
-                weight[start : start + rows].float(),
+                weight[start : start + rows, : self._num_packed].float(),
                 None if bias is None else bias.detach()[start : start + rows].float(),
             )
             for start in range(0, self.out_features, rows)
         ]
+        self._rest = weight[:, self._num_packed :].float()
+        blocks = -(-self._num_packed // _BLOCK)
+        self.weight_bytes = 2 * self.out_features * blocks * _BLOCK + self._rest.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
@@ -57,13 +65,16 @@ class HalfLinear(nn.Module):
         if x.numel() == 0:  # which the kernel does not take
             return x.new_empty((*x.shape[:-1], self.out_features))
         wide = x.float()
-        outs = [torch.ops.quantized.linear_dynamic_fp16(wide, piece) for piece in self._pieces]
+        packed = wide[..., : self._num_packed]
+        outs = [torch.ops.quantized.linear_dynamic_fp16(packed, piece) for piece in self._pieces]
         out: torch.Tensor = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+        if self._num_packed < self.in_features:
+            out += nn.functional.linear(wide[..., self._num_packed :], self._rest)
         return out.to(x.dtype)
 
 
 def can_be_half(weight: torch.Tensor) -> bool:
-    """Whether this processor has the kernel, and float16 holds the weight well."""
+    """Whether this processor has the kernel, and float16 holds the weight [out, in] well."""
     if weight.dtype not in _HALF_DTYPES or torch.backends.quantized.engine not in _ENGINES:
         return False
-    return _LEAST_LARGEST <= float(weight.abs().max()) <= _LARGEST
+    return weight.shape[1] >= _BLOCK and _LEAST_LARGEST <= float(weight.abs().max()) <= _LARGEST
