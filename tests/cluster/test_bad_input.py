@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from coordinator.server import Coordinator
 from node.config import NodeConfig
 from node.daemon import NodeDaemon
 from stagemesh.errors import CheckpointError, ConfigError, ModelNotFound, StagemeshError
+from stagemesh.model_spec import load_model_spec
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.v1 import (
     common_pb2,
@@ -67,8 +69,21 @@ def no_layer(folder: Path) -> None:
     edit_tensors(folder, lambda t: {k: v for k, v in t.items() if k != name})
 
 
+def missing_shard(folder: Path) -> None:
+    names = load_model_spec(folder).tensors
+    last = "model-00002-of-00002.safetensors"
+    weight_map = dict.fromkeys(names, "model.safetensors") | {"model.norm.weight": last}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], None], type[StagemeshError], list[str]]] = {
     "truncated": (truncate, CheckpointError, ["model.safetensors", "bytes"]),
+    "a missing shard": (
+        missing_shard,
+        CheckpointError,
+        ["index.json", "model-00002-of-00002.safetensors", "not in the folder"],
+    ),
     "only .bin": (only_bin, CheckpointError, ["pytorch_model.bin", "safetensors"]),
     "no config": (no_config, StagemeshError, ["config.json"]),
     "no tokenizer": (no_tokenizer, StagemeshError, ["tokenizer"]),

@@ -189,6 +189,18 @@ def test_a_head_dim_that_is_not_hidden_size_by_heads(tmp_path: Path, family: str
     check_parity(write_model(tmp_path / "model", model), model)
 
 
+def test_a_hidden_size_that_the_heads_do_not_divide(tmp_path: Path) -> None:
+    """Which transformers lets Mistral have, and refuses for Llama: then we do, by name."""
+    sizes = {"hidden_size": 60, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    model = tiny_model("mistral", **sizes)
+    folder = write_model(tmp_path / "model", model)
+    check_parity(folder, model)
+    edit_config(folder, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    message = r"(?s)refuses the configuration: .*\(60\) is not a multiple of .* heads \(8\)"
+    with pytest.raises(UnsupportedModel, match=message):
+        StageChain(folder)
+
+
 def test_a_null_head_dim_is_a_missing_one(tmp_path: Path) -> None:
     model = tiny_model("llama", **FULL_SIZE, head_dim=16)
     folder = write_model(tmp_path / "model", model)

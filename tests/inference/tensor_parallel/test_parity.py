@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
 from tests.support.ranks import run_ranks
 from tests.support.stage_chain import StageChain, reference_logits, reference_tokens
 from tests.support.tensor_stages import generate_on_ranks, load_rank, shares_of, whole_logits
+from tools.families.tiny_configs import tiny_model as sparse_model
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89]
 PHI3 = {"pad_token_id": 0}
@@ -90,6 +91,7 @@ SIZES = [
     (8, 2, 8, 64, 64, 4),
     (4, 4, 8, 32, 100, 3),
     (4, 1, 8, 32, 64, 3),
+    (4, 2, 32, 64, 64, 2),
 ]
 
 
@@ -109,6 +111,12 @@ def test_sizes_that_ranks_do_not_divide(tmp_path: Path, sizes: tuple[int, ...]) 
     assert_like_transformers(write_model(tmp_path / "m", model), (tp,), model=model)
 
 
+def test_a_hidden_size_that_the_heads_do_not_divide(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 60, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    model = tiny_model("mistral", num_layers=2, **sizes)
+    assert_like_transformers(write_model(tmp_path / "m", model), (2,), model=model)
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "olmo2"])
 def test_shares_of_unequal_ranks(tmp_path: Path, family: str) -> None:
     config = PHI3 if family == "phi3" else {}
@@ -118,6 +126,16 @@ def test_shares_of_unequal_ranks(tmp_path: Path, family: str) -> None:
     )
     folder = write_model(tmp_path / "m", model)
     assert_like_transformers(folder, (2,), model=model, shares=[shares])
+
+
+def test_a_stage_that_has_only_the_dense_layers_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Shares are of the experts' columns there, too, and dense layers are wider."""
+    model = sparse_model("deepseek_v3", {"first_k_dense_replace": 2})
+    model.save_pretrained(tmp_path / "m")
+    shares = TensorShares.divide(
+        num_ranks=2, num_heads=4, num_kv_heads=4, mlp_columns=16, vocab_size=100, weights=(3, 1)
+    )
+    assert_like_transformers(tmp_path / "m", (2, 2), model=model, shares=[shares, shares])
 
 
 @pytest.mark.parametrize("backend", ["grpc", "gloo"])
