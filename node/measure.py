@@ -20,6 +20,7 @@ something took longer than its part. So only one that needs longer for the least
 stages, takes longer.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ _READ_SECONDS = 0.03
 _FLUSH_SECONDS = 0.01
 """Nor is what is read between steps larger than this: slow memory has small caches."""
 _FLUSHES_TIMED = 2
+_MOST_OF_MEMORY = 2.0
+"""Weights are read at no more than so many times the rate of memory that is only added up."""
 _LEAST_SHARE = 0.1
 """Of a step, however much the overheads seem to be."""
 
@@ -130,6 +133,7 @@ class SpeedMeasurement:
         self._reads: list[float] = []
         self._prefills: list[float] = []
         self._rows = _MANY_ROWS
+        self._memory_rate = math.inf
         self._times: dict[str, _WideTimes] = {}
 
     def overhead_slices(self) -> Iterator[Slice]:
@@ -196,8 +200,10 @@ class SpeedMeasurement:
             fixed = per_step + times.num_layers * per_layer
             computing = max(times.prefill_seconds - fixed, _LEAST_SHARE * times.prefill_seconds)
             flops = 2 * times.prefill_rows * times.num_layers * times.layer_parameters
+            stream = times.num_layers * times.layer_bytes / times.read_seconds
             rates[name] = Rates(
-                stream_bytes_per_second=times.num_layers * times.layer_bytes / times.read_seconds,
+                # Where a pause of the machine was taken for overhead, more seems to be left.
+                stream_bytes_per_second=min(stream, _MOST_OF_MEMORY * self._memory_rate),
                 flops_per_second=flops / computing,
             )
         return DeviceSpeed(
@@ -212,7 +218,7 @@ class SpeedMeasurement:
     def _fit_to_memory(self) -> None:
         """Take less where memory is so slow that reading all of it takes too long."""
         seconds = min(self._time(self._flush) for _ in range(_FLUSHES_TIMED))
-        rate = self._flushed_bytes / max(seconds, 1e-9)
+        rate = self._memory_rate = self._flushed_bytes / max(seconds, 1e-9)
         self._weight_bytes = max(1, min(self._weight_bytes, int(_READ_SECONDS * rate)))
         fewer = max(1, min(self._flushed_bytes, int(_FLUSH_SECONDS * rate)))
         if fewer < self._flushed_bytes:

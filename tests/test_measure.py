@@ -166,6 +166,24 @@ def test_a_measurement_ends_in_time_however_slow_the_device(
         assert patient.steps == machine.steps
 
 
+def test_weights_are_not_read_faster_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stage that seems to need no time at all, as when its overheads were measured in a pause.
+    machine = Machine(clock=Clock(), stream=1e10)
+    monkeypatch.setattr(Machine, "stage", _instant(Machine.stage))
+    speed = measured_by(machine, monkeypatch)
+    for rates in speed.rates.values():
+        assert rates.stream_bytes_per_second == pytest.approx(2 * machine.stream, rel=1e-6)
+
+
+def _instant(stage):
+    def made(self: Machine, num_layers: int, **settings) -> Stage:
+        found = stage(self, num_layers, **settings)
+        found.decode_seconds = found.fixed
+        return found
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("weight_bytes", "element_bytes", "expected"),
     [
