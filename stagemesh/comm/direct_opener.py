@@ -2,8 +2,10 @@
 
 1. every rank listens at the group's own address, on a free port
 2. over the group, which knows its ranks, each tells the others where, and a secret
-3. rank r connects to the ranks below it, and shows each its secret
-4. over the group all hear whether all are connected
+3. if all are on one host, rank 0 makes memory for them, which has a name until step 6
+4. rank r connects to the ranks below it, and shows each its secret
+5. over the group all hear whether all are connected, and all have that memory
+6. where not all have, messages go over the connections
 """
 
 import contextlib
@@ -14,12 +16,21 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from stagemesh.comm.direct_links import DirectLinks
+from stagemesh.comm.direct_memory import MemoryLinks
+from stagemesh.comm.direct_region import (
+    SharedRegion,
+    can_share,
+    make_region,
+    open_region,
+    remove_name,
+)
+from stagemesh.comm.direct_sockets import SocketLinks
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.errors import ConfigError
@@ -43,10 +54,16 @@ class _Told:
     """host:port; empty where this rank can listen nowhere."""
     secret: str
     """Who connects shows it: only ranks of the group have heard it."""
+    can_share: bool
+    """Whether it can exchange messages through memory."""
 
 
 def open_links(
-    group: ProcessGroup, *, timeout_seconds: float, within_process: bool = False
+    group: ProcessGroup,
+    *,
+    timeout_seconds: float,
+    within_process: bool = False,
+    shares_memory: bool = True,
 ) -> DirectLinks | None:
     """Connect the ranks of a group with each other. All call it, as a collective of the group.
 
@@ -54,6 +71,7 @@ def open_links(
         group: over which they tell each other where they listen.
         timeout_seconds: until all must be connected.
         within_process: connect ranks that are threads of one process, too.
+        shares_memory: let ranks of one host exchange messages through memory, where they can.
 
     Returns:
         The links; None, on all ranks, where some cannot connect or are in one process.
@@ -62,22 +80,56 @@ def open_links(
     with contextlib.ExitStack() as stack:
         if listener is not None:
             stack.callback(listener.close)
-        told = _tell(group, listener, timeout_seconds)
+        told = _tell(group, listener, timeout_seconds, shares_memory=shares_memory)
         processes = {each.process for each in told}
         if not all(each.address for each in told) or (
             len(processes) < len(told) and not within_process
         ):
             return None
         assert listener is not None
-        sockets = _connect(group.rank, told, listener, time.monotonic() + timeout_seconds)
-        is_connected = torch.tensor([len(sockets) == group.size - 1])
-        group.all_reduce(is_connected, op=ReduceOp.MIN, timeout=timeout_seconds)
-        here = [each for each in told if each.host == told[group.rank].host]
-        links = DirectLinks(sockets, spins=len(here) <= min(each.cores for each in here))
-        if bool(is_connected):
+        deadline = time.monotonic() + timeout_seconds
+        with _shared_region(group.rank, told) as find_region:
+            sockets = _connect(group.rank, told, listener, deadline)
+            # Rank 0 has made it before it welcomes anyone.
+            region = find_region()
+            have = torch.tensor([len(sockets) == group.size - 1, region is not None])
+            group.all_reduce(have, op=ReduceOp.MIN, timeout=timeout_seconds)
+        is_connected, is_shared = have.tolist()
+        if is_connected and is_shared:
+            assert region is not None
+            return MemoryLinks(sockets, region, rank=group.rank)
+        links = SocketLinks(sockets, spins=_has_cores(group.rank, told))
+        if is_connected:
             return links
         links.close()
         return None
+
+
+@contextlib.contextmanager
+def _shared_region(rank: int, told: Sequence[_Told]) -> Iterator[Callable[[], SharedRegion | None]]:
+    """Memory of all ranks, which has a name within this block; gives what maps it."""
+    first = told[0]
+    is_possible = (
+        all(each.can_share and each.host and each.host == first.host for each in told)
+        # Without a core for each, who looks would keep who writes from writing.
+        and _has_cores(rank, told)
+    )
+    if not is_possible:
+        yield lambda: None
+    elif rank:
+        yield lambda: open_region(first.secret, len(told))
+    else:
+        made = make_region(first.secret, len(told))
+        try:
+            yield lambda: made
+        finally:
+            remove_name(first.secret)
+
+
+def _has_cores(rank: int, told: Sequence[_Told]) -> bool:
+    """Whether the host of this rank has a core for each of its ranks."""
+    here = [each for each in told if each.host == told[rank].host]
+    return len(here) <= min(each.cores for each in here)
 
 
 def _listen(group: ProcessGroup) -> socket.socket | None:
@@ -91,7 +143,11 @@ def _listen(group: ProcessGroup) -> socket.socket | None:
 
 
 def _tell(
-    group: ProcessGroup, listener: socket.socket | None, timeout_seconds: float
+    group: ProcessGroup,
+    listener: socket.socket | None,
+    timeout_seconds: float,
+    *,
+    shares_memory: bool,
 ) -> list[_Told]:
     host = host_id()
     address = ""
@@ -104,6 +160,7 @@ def _tell(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         address=address,
         secret=secrets.token_hex(16),
+        can_share=shares_memory and can_share(group.size),
     )
     raw = bytearray(json.dumps(asdict(ours)).encode())
     records = group.all_gather_variable(

@@ -1,6 +1,7 @@
-"""Sums over sockets between the computing threads, against those of the group itself."""
+"""Sums between computing threads, by sockets and memory, against those of the group itself."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from stagemesh.comm.direct_group import DirectGroup
+from stagemesh.comm.direct_memory import MemoryLinks
+from stagemesh.comm.direct_sockets import SocketLinks
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.comm.reduce import ReduceOp
 from stagemesh.errors import (
@@ -22,16 +25,29 @@ from stagemesh.errors import (
 )
 from tests.support.ranks import run_ranks
 
+KINDS = {"sockets": SocketLinks, "memory": MemoryLinks}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How messages travel. Memory is for ranks with a core each, which a test may pretend."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    return str(request.param)
+
 
 def on_direct_ranks(
-    world_size: int, run: Callable[[DirectGroup, ProcessGroup], Any], **settings: Any
+    world_size: int,
+    run: Callable[[DirectGroup, ProcessGroup], Any],
+    *,
+    kind: str = "sockets",
+    **settings: Any,
 ) -> list[Any]:
     """What `run` gives on ranks that are threads and connected all the same."""
 
     def on_rank(group: ProcessGroup) -> Any:
         direct = DirectGroup(group)
-        direct.connect(within_process=True)
-        assert direct.is_direct
+        direct.connect(within_process=True, shares_memory=kind == "memory")
+        assert isinstance(direct.links, KINDS[kind])
         try:
             return run(direct, group)
         finally:
@@ -47,8 +63,11 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
 
 @pytest.mark.parametrize("backend", ["grpc", "gloo"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_bits_of_the_groups_own_sums(backend: str, world_size: int) -> None:
-    """Small and large, of several types; large ones of three ranks go in pieces."""
+def test_the_bits_of_the_groups_own_sums(backend: str, world_size: int, kind: str) -> None:
+    """Small and large, of several types; large ones of three ranks go in pieces.
+
+    The largest need more than one message through memory.
+    """
 
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
         cases: list[tuple[torch.dtype, tuple[int, ...], ReduceOp]] = [
@@ -58,6 +77,7 @@ def test_the_bits_of_the_groups_own_sums(backend: str, world_size: int) -> None:
         ]
         cases.append((torch.float32, (2, 3), ReduceOp.MAX))
         cases.append((torch.float32, (300_001,), ReduceOp.AVG))
+        cases.append((torch.float64, (100_001,), ReduceOp.SUM))
         for dtype, shape, op in cases:
             ours = values(group.rank, shape, dtype)
             theirs = ours.clone()
@@ -70,10 +90,10 @@ def test_the_bits_of_the_groups_own_sums(backend: str, world_size: int) -> None:
             assert torch.equal(inside, theirs), (dtype, shape, op)
         assert direct.time_spent.num_calls == 2 * len(cases)
 
-    on_direct_ranks(world_size, run, backend=backend)
+    on_direct_ranks(world_size, run, backend=backend, kind=kind)
 
 
-def test_tensors_with_gaps_and_of_inference_mode() -> None:
+def test_tensors_with_gaps_and_of_inference_mode(kind: str) -> None:
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
         whole = torch.zeros(4, 6)
         direct.all_reduce(whole[:, ::2].fill_(group.rank + 1.0)[1:3])
@@ -85,10 +105,10 @@ def test_tensors_with_gaps_and_of_inference_mode() -> None:
             assert direct.all_reduce(inside).tolist() == [2, 2, 2]
         assert direct.all_reduce(inside).tolist() == [4, 4, 4]
 
-    on_direct_ranks(2, run)
+    on_direct_ranks(2, run, kind=kind)
 
 
-def test_gather() -> None:
+def test_gather(kind: str) -> None:
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
         own = values(group.rank, (5, 7), torch.float64)
         ours, theirs = own.new_empty(3, 5, 7), own.new_empty(3, 5, 7)
@@ -96,7 +116,7 @@ def test_gather() -> None:
         group.all_gather_tensor(theirs, own)
         assert torch.equal(ours, theirs)
 
-    on_direct_ranks(3, run)
+    on_direct_ranks(3, run, kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +132,7 @@ def test_gather() -> None:
 )
 @pytest.mark.parametrize(("world_size", "is_inference"), [(2, False), (2, True), (3, False)])
 def test_calls_that_differ_raise_on_all_and_leave_the_ranks_in_step(
-    world_size: int, other: Callable[[DirectGroup], torch.Tensor], *, is_inference: bool
+    world_size: int, other: Callable[[DirectGroup], torch.Tensor], kind: str, *, is_inference: bool
 ) -> None:
     """In inference mode small sums of two ranks take fewer steps, which must see as much."""
 
@@ -125,7 +145,7 @@ def test_calls_that_differ_raise_on_all_and_leave_the_ranks_in_step(
         assert tensor.tolist() == [1, 1, 1]
         assert direct.all_reduce(tensor).tolist() == [world_size] * 3
 
-    on_direct_ranks(world_size, run)
+    on_direct_ranks(world_size, run, kind=kind)
 
 
 def test_an_argument_that_is_wrong_here_counts_as_no_call() -> None:
@@ -140,7 +160,7 @@ def test_an_argument_that_is_wrong_here_counts_as_no_call() -> None:
 
 @pytest.mark.parametrize("backend", ["grpc", "gloo"])
 @pytest.mark.parametrize("spins", [True, False])
-def test_an_abort_wakes_who_waits(backend: str, *, spins: bool) -> None:
+def test_an_abort_wakes_who_waits(backend: str, kind: str, *, spins: bool) -> None:
     """With its cause, although the links end before the other rank can have heard of it."""
 
     @torch.inference_mode(spins)
@@ -156,12 +176,12 @@ def test_an_abort_wakes_who_waits(backend: str, *, spins: bool) -> None:
         return str(caught.value)
 
     started = time.monotonic()
-    [_, text] = on_direct_ranks(2, run, backend=backend, timeout_seconds=20.0)
+    [_, text] = on_direct_ranks(2, run, kind=kind, backend=backend, timeout_seconds=20.0)
     assert "the disk is full" in text
     assert time.monotonic() - started < 15
 
 
-def test_a_rank_that_leaves_is_named() -> None:
+def test_a_rank_that_leaves_is_named(kind: str) -> None:
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
         if group.rank == 0:
             direct.close()
@@ -169,10 +189,10 @@ def test_a_rank_that_leaves_is_named() -> None:
         with pytest.raises(PeerLost, match="rank 0 is lost"):
             direct.all_reduce(torch.ones(3))
 
-    on_direct_ranks(2, run)
+    on_direct_ranks(2, run, kind=kind)
 
 
-def test_what_a_small_sum_raises() -> None:
+def test_what_a_small_sum_raises(kind: str) -> None:
     """As a larger one: a rank that has left, by name, and nothing more afterwards."""
 
     @torch.inference_mode()
@@ -186,10 +206,10 @@ def test_what_a_small_sum_raises() -> None:
         with pytest.raises(GroupAborted, match="have ended"):
             direct.all_reduce(torch.ones(3))
 
-    on_direct_ranks(2, run)
+    on_direct_ranks(2, run, kind=kind)
 
 
-def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(kind: str) -> None:
     is_over = threading.Event()
 
     def run(direct: DirectGroup, group: ProcessGroup) -> None:
@@ -202,7 +222,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline() -> None:
             direct.all_reduce(torch.ones(3))
         is_over.set()
 
-    on_direct_ranks(2, run)
+    on_direct_ranks(2, run, kind=kind)
 
 
 def test_ranks_of_one_process_stay_with_their_group() -> None:
