@@ -44,6 +44,8 @@ _OTHER_STYLES = frozenset(
 _EXPERT_STYLE = "moe_tp_experts"
 # Both halves of a gated MLP in one matrix: [gate; up].
 _GATE_AND_UP = frozenset({"gate_up_proj", "input_linear"})
+# What families call the number of a layer's experts.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Families whose joined projection has the heads in another order than [query; key; value].
 _OTHER_ORDER = frozenset({"codegen"})
 
@@ -126,10 +128,8 @@ class _Planner:
         self._where = where
         self._shares = shares
         self._rank = rank
-        self._has_experts = any(
-            isinstance(getattr(module, "down_proj", None), nn.Parameter)
-            for module in model.modules()
-        )
+        # Of the whole model: a stage may have only those of its layers that are dense.
+        self._has_experts = _has_experts(model)
         self._columns = shares.column_range(rank)
         self._vocab = shares.vocab_range(rank)
         self._heads = HeadCutter(model.config.get_text_config(), shares, rank, where)
@@ -242,6 +242,14 @@ class _Planner:
             raise UnsupportedModel(
                 f"{self._where}: {name} has {total} words, the shares are of {words}"
             )
+
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    config: Any = model.config.get_text_config()
+    counts = (getattr(config, name, None) for name in _EXPERT_COUNTS)
+    return any(isinstance(count, int) and count > 1 for count in counts) or any(
+        isinstance(getattr(module, "down_proj", None), nn.Parameter) for module in model.modules()
+    )
 
 
 def is_attention_name(name: str) -> bool:
