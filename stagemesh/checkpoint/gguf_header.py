@@ -7,13 +7,15 @@ checked before it is used, and the vocabulary of a real model is read in a fract
 """
 
 import dataclasses
+import functools
 import math
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from stagemesh.checkpoint.gguf_reader import GgufReader
 from stagemesh.checkpoint.tensor_info import TensorInfo
@@ -24,6 +26,9 @@ MAX_DIMS = 4
 
 MAX_ALIGNMENT = 65_536
 """Largest alignment of the data that is accepted; files in use have 32."""
+
+PLAIN_TYPES = frozenset({"F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64"})
+"""Types whose values are numbers, not blocks."""
 
 _UINT32 = 4
 _MIN_KEY_BYTES = 8 + 4 + 1  # an empty key, a type, a one-byte value
@@ -135,6 +140,10 @@ def _read_tensor_info(reader: GgufReader, path: Path, index: int) -> TensorInfo:
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(f"{path}: {field} has the unknown ggml type {type_id}") from error
+    if not _has_values(ggml_type):
+        raise UnsupportedModel(
+            f"{path}: {field} has the type {ggml_type.name}, which cannot be dequantised"
+        )
     if (shape[-1] if shape else 1) % block_elements:
         raise reader.fail(
             f"dims of {field}",
@@ -150,6 +159,18 @@ def _read_tensor_info(reader: GgufReader, path: Path, index: int) -> TensorInfo:
         shape=shape,
         encoding=ggml_type.name,
     )
+
+
+@functools.cache
+def _has_values(ggml_type: GGMLQuantizationType) -> bool:
+    """Whether the package gguf knows the values of a block; it has no other way to ask."""
+    if ggml_type.name in PLAIN_TYPES:
+        return True
+    try:
+        quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[ggml_type][1]), np.uint8), ggml_type)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _place(info: TensorInfo, *, data_start: int, alignment: int) -> TensorInfo:
