@@ -10,11 +10,12 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from node.cache_room import Use
 from node.weight_cache import WeightCache
-from node.weight_fetch import FetchLimits, Wanted, WeightFetcher
+from node.weight_fetch import FetchLimits, Wanted, WeightFetcher, ask
 from node.weight_progress import FetchProgress
 from node.weight_source import Description, WeightSource
 from stagemesh.errors import (
@@ -22,7 +23,6 @@ from stagemesh.errors import (
     ModelError,
     ModelNotFound,
     ProtocolError,
-    StagemeshError,
 )
 from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.weight_transfer.disk_threads import DiskThreads
@@ -52,6 +52,8 @@ class ModelWanted:
     """Who sends its weights; empty for the coordinator that the node registered at."""
     peers: tuple[tuple[str, str], ...] = ()
     """(id, address) of nodes that may have some."""
+    ranks: tuple[str, ...] = ()
+    """Ids of the nodes that share the stage, in the order of their ranks; empty for one alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +108,13 @@ class ModelSource:
                 raise
             # Files that do not fit are a surprise; none at all is what streaming is for.
             level = logging.INFO if isinstance(error, ModelNotFound) else logging.WARNING
-            reason = error if level == logging.WARNING else "there are no files of it here"
-            logger.log(level, "%s is taken from %s: %s", wanted.name, address, reason)
+            logger.log(
+                level,
+                "%s comes from the weight cache, and what that lacks from %s: %s",
+                wanted.name,
+                address,
+                error if level == logging.WARNING else self._no_files,
+            )
         else:
             yield spec
             return
@@ -128,7 +135,14 @@ class ModelSource:
             missing = await self._missing(stage.values(), progress)
             if missing:
                 await self._fetch(stack, coordinator, wanted, missing, progress)
+            else:
+                logger.info("all weights are cached", extra={"model": wanted.name})
             yield relocated(spec, lambda info: self._place(stage.get(info.name)))
+
+    @property
+    def _no_files(self) -> str:
+        here = self._config.has_local_files
+        return "there are no files of it here" if here else "files here are not used"
 
     def _find_local(self, wanted: ModelWanted) -> ModelSpec:
         if not self._config.has_local_files:
@@ -202,7 +216,7 @@ class ModelSource:
             if node_id != self._config.node_id
         ]
         hashes = [item.content_hash for item in missing]
-        answers = await asyncio.gather(*(_ask(peer, hashes) for peer in peers))
+        answers = await asyncio.gather(*(ask(peer, hashes) for peer in peers))
         fetcher = WeightFetcher(
             self._cache,
             disk=self._disk,
@@ -210,12 +224,22 @@ class ModelSource:
             peers={peer: has for peer, has in zip(peers, answers, strict=True) if has},
             progress=progress,
             limits=self._config.limits,
+            fellows=[peer for peer in peers if peer.name in wanted.ranks],
         )
-        await fetcher.fetch(missing)
+        await fetcher.fetch(self._in_order(missing, wanted.ranks))
         logger.info(
             "weights fetched",
             extra={"model": wanted.name, "bytes_from": dict(progress.received)},
         )
+
+    def _in_order(self, missing: Sequence[Wanted], ranks: Sequence[str]) -> list[Wanted]:
+        """Nodes that share a stage each begin elsewhere, and take the rest from each other."""
+        if self._config.node_id not in ranks:
+            return list(missing)
+        first = sum(item.num_bytes for item in missing) * ranks.index(self._config.node_id)
+        before = accumulate((item.num_bytes for item in missing), initial=0)
+        start = next(i for i, size in enumerate(before) if size * len(ranks) >= first)
+        return [*missing[start:], *missing[:start]]
 
     def _place(self, item: Wanted | None) -> Path | None:
         return None if item is None else self._cache.blob_path(item.content_hash)
@@ -224,15 +248,6 @@ class ModelSource:
 def _let_go(task: "asyncio.Future[Use]") -> None:
     if not task.cancelled() and task.exception() is None:
         task.result().close()
-
-
-async def _ask(peer: WeightSource, hashes: Sequence[bytes]) -> frozenset[bytes]:
-    """What a peer has; nothing when it does not answer, as others have it too."""
-    try:
-        return await peer.have(hashes)
-    except StagemeshError as error:
-        logger.info("no weights from %s: %s", peer, error)
-        return frozenset()
 
 
 def find_local(wanted: ModelWanted) -> ModelSpec:

@@ -288,6 +288,7 @@ def _stage_request(request: node_pb2.LoadStageRequest) -> StageRequest:
             end_layer=request.end_layer,
             weights_address=request.model.weights_address,
             peers=tuple((peer.node_id, peer.address) for peer in request.model.weight_peers),
+            ranks=tuple(member.node_id for member in request.tensor_group.members),
         ),
         stage=request.stage,
         num_stages=request.num_stages,

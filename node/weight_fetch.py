@@ -78,6 +78,7 @@ class WeightFetcher:
         disk: threads for writing and hashing.
         coordinator: who has everything.
         peers: who else may have something, and which hashes.
+        fellows: nodes that fetch the same now; each is asked again before each batch.
         progress: counts.
         limits: bounds.
     """
@@ -91,11 +92,13 @@ class WeightFetcher:
         peers: Mapping[WeightSource, frozenset[bytes]],
         progress: FetchProgress,
         limits: FetchLimits,
+        fellows: Sequence[WeightSource] = (),
     ) -> None:
         self._cache = cache
         self._disk = disk
         self._coordinator = coordinator
         self._peers = dict(peers)
+        self._fellows = list(fellows)
         self._progress = progress
         self._limits = limits
         self._busy: Counter[WeightSource] = Counter()
@@ -126,6 +129,7 @@ class WeightFetcher:
             raise ours.exceptions[0] from group
 
     async def _fetch_batch(self, batch: list[Wanted]) -> None:
+        await self._ask_fellows([item.content_hash for item in batch])
         left = {item.content_hash: item for item in batch}
         pause = self._limits.first_retry_seconds
         moved_at, had = time.monotonic(), (-1, -1)
@@ -145,6 +149,15 @@ class WeightFetcher:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._limits.last_retry_seconds)
 
+    async def _ask_fellows(self, hashes: Sequence[bytes]) -> None:
+        """What a node that fetches the same has by now need not come from the coordinator."""
+        for fellow, has in zip(
+            tuple(self._fellows),
+            await asyncio.gather(*(ask(fellow, hashes) for fellow in self._fellows)),
+            strict=True,
+        ):
+            self._peers[fellow] = self._peers.get(fellow, frozenset()) | has
+
     def _blame(self, bad: _BadSource) -> bool:
         """Leave a peer out from now on; returns whether to wait before the next attempt.
 
@@ -153,6 +166,7 @@ class WeightFetcher:
         """
         if bad.source is not self._coordinator:
             self._peers.pop(bad.source, None)
+            self._fellows = [fellow for fellow in self._fellows if fellow is not bad.source]
             logger.warning("weights are taken from elsewhere, since %s", bad.error)
             return False
         if not isinstance(bad.error, CommError | CapacityExceeded | _WrongContent):
@@ -298,6 +312,15 @@ async def _remote(
                 yield chunk
     except StagemeshError as error:
         raise _BadSource(source, error) from error
+
+
+async def ask(peer: WeightSource, hashes: Sequence[bytes]) -> frozenset[bytes]:
+    """What a peer has; nothing when it does not answer, as others have it too."""
+    try:
+        return await peer.have(hashes)
+    except StagemeshError as error:
+        logger.info("no weights from %s: %s", peer, error)
+        return frozenset()
 
 
 def _batches(wanted: Sequence[Wanted], limits: FetchLimits) -> list[list[Wanted]]:

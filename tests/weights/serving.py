@@ -136,6 +136,7 @@ def stage_of(
     *,
     peers: tuple[tuple[str, str], ...] = (),
     path: str = "/nowhere",
+    ranks: tuple[str, ...] = (),
 ) -> ModelWanted:
     assert served.spec is not None
     return ModelWanted(
@@ -146,4 +147,5 @@ def stage_of(
         start_layer=start,
         end_layer=end,
         peers=peers,
+        ranks=ranks,
     )

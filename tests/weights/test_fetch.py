@@ -101,6 +101,38 @@ async def test_peers_that_have_them_are_asked_first(tmp_path: Path) -> None:
         assert peer.sent_bytes == shared
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_nodes_that_share_a_stage_take_halves_from_each_other(
+    tmp_path: Path, *, is_shared: bool
+) -> None:
+    """The negative control: nodes that do not know of each other's stage get all of it each."""
+    limits = replace(FAST, batch_tensors=2, num_streams=1)
+    async with (
+        serve_model(write_tiny_checkpoint(tmp_path / "m")) as served,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        nodes = {
+            name: stack.enter_context(
+                fetching_node(
+                    tmp_path / name, coordinator=served.address, node_id=name, limits=limits
+                )
+            )
+            for name in ("a", "b")
+        }
+        services = {
+            name: await stack.enter_async_context(serve_store(node.cache))
+            for name, node in nodes.items()
+        }
+        peers = tuple((name, service.address) for name, service in services.items())
+        wanted = stage_of(served, 0, 4, peers=peers, ranks=("a", "b") if is_shared else ())
+        specs = await asyncio.gather(*(node.load(wanted) for node in nodes.values()))
+        assert all(same_weights(spec, served.spec, 0, 4) for spec in specs)
+        whole = served.stage_bytes(0, 4)
+        assert all(node.progress.received.total() == whole for node in nodes.values())
+        # They meet in the middle, where both may have begun with the same tensors.
+        assert served.sent_bytes < 1.5 * whole if is_shared else served.sent_bytes == 2 * whole
+
+
 async def test_a_peer_that_dies_or_lies_is_left_for_the_coordinator(tmp_path: Path) -> None:
     async with serve_model(write_tiny_checkpoint(tmp_path / "m")) as served:
         with fetching_node(tmp_path / "a", coordinator=served.address) as first:
