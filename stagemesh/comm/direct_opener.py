@@ -49,7 +49,8 @@ class _Told:
     process: str
     """Names the process, and with it the host."""
     host: str
-    cores: int
+    cores: list[int]
+    """On which its process may run."""
     address: str
     """host:port; empty where this rank can listen nowhere."""
     secret: str
@@ -127,9 +128,21 @@ def _shared_region(rank: int, told: Sequence[_Told]) -> Iterator[Callable[[], Sh
 
 
 def _has_cores(rank: int, told: Sequence[_Told]) -> bool:
-    """Whether the host of this rank has a core for each of its ranks."""
-    here = [each for each in told if each.host == told[rank].host]
-    return len(here) <= min(each.cores for each in here)
+    """Whether each rank on the host of this one can have a core of its own."""
+    here = [each.cores for each in told if each.host == told[rank].host]
+    owners: dict[int, int] = {}
+
+    def takes(index: int, seen: set[int]) -> bool:
+        """Find a core for a rank, moving others on (an augmenting path)."""
+        for core in here[index]:
+            if core not in seen:
+                seen.add(core)
+                if core not in owners or takes(owners[core], seen):
+                    owners[core] = index
+                    return True
+        return False
+
+    return all(takes(index, set()) for index in range(len(here)))
 
 
 def _listen(group: ProcessGroup) -> socket.socket | None:
@@ -157,7 +170,7 @@ def _tell(
     ours = _Told(
         process=f"{host}/{socket.gethostname()}/{os.getpid()}",
         host=host,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
         address=address,
         secret=secrets.token_hex(16),
         can_share=shares_memory and can_share(group.size),

@@ -104,6 +104,30 @@ def test_where_memory_cannot_be_shared_all_use_sockets(
     assert not [path for path in left if path.name.startswith("stagemesh-")]
 
 
+@pytest.mark.parametrize(
+    ("cores", "is_enough"),
+    [
+        ([[0], [1]], True),
+        ([[0, 1], [0]], True),
+        ([[0, 1], [1], [0, 2]], True),
+        ([[0], [0]], False),
+        ([[0], [0], [1, 2]], False),
+        ([[0, 1]] * 3, False),
+    ],
+)
+def test_ranks_share_memory_where_each_can_have_a_core(
+    cores: list[list[int]], *, is_enough: bool
+) -> None:
+    """Also ranks that are bound to one."""
+    told = [
+        direct_opener._Told(
+            process=str(rank), host="here", cores=own, address="", secret="", can_share=True
+        )
+        for rank, own in enumerate(cores)
+    ]
+    assert direct_opener._has_cores(0, told) == is_enough
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False], ids=["while one waits", "before the call"])
 def test_a_killed_rank_is_named_long_before_the_deadline(tmp_path: Path, *, waits: bool) -> None:
