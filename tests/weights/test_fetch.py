@@ -76,7 +76,9 @@ async def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path) -> None:
             await served.server.stop(0)
             loading.cancel()
             await asyncio.wait({loading})
-            got = node.progress.present_bytes
+    # Of the disk: a chunk may be written while the load is cancelled, and then nobody counts it.
+    files = [p for p in (tmp_path / "c").rglob("*") if p.is_file() and len(p.name) == 64]
+    got = sum(path.stat().st_size for path in files)
     assert whole // 2 < got < whole
     async with serve_model(model) as served:
         with fetching_node(tmp_path / "c", coordinator=served.address) as node:
