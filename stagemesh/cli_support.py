@@ -1,6 +1,8 @@
 """What both command lines share: sizes, the token, logging options, signals."""
 
 import asyncio
+import atexit
+import gc
 import os
 import re
 import signal
@@ -114,6 +116,9 @@ def run_until_signalled(main: Coroutine[Any, Any, int], *, exit_with_parent: boo
     Returns:
         The exit code: of `main`, or 0 after a first signal.
     """
+    # The interpreter's last collection looks at each object that torch and transformers made, which
+    # takes seconds, after all has been closed: frozen ones it leaves to the end of the process.
+    atexit.register(gc.freeze)
     return asyncio.run(_run_until_signalled(main, exit_with_parent=exit_with_parent))
 
 
