@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from stagemesh.comm.direct_group import DirectGroup
-from stagemesh.comm.direct_links import HEAD_BYTES, DirectLinks
+from stagemesh.comm.direct_message import HEAD_BYTES
+from stagemesh.comm.direct_sockets import SocketLinks
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.inference.vocab_parallel import draw_over_ranks
 from stagemesh.model_spec import load_model_spec
@@ -30,33 +31,33 @@ MOST_BYTES = {name: 40_000 if "top_k" in name else 1_500 for name in SAMPLINGS}
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[DirectLinks]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[SocketLinks]:
     """Bytes that each rank has written to the sockets of its thread."""
-    counts: Counter[DirectLinks] = Counter()
-    swap, pair = DirectLinks.swap, DirectLinks.pair
+    counts: Counter[SocketLinks] = Counter()
+    swap, pair = SocketLinks.swap, SocketLinks.pair
 
-    def counted_swap(self: DirectLinks, outgoing: Any, *args: Any, **kwargs: Any) -> None:
+    def counted_swap(self: SocketLinks, outgoing: Any, *args: Any, **kwargs: Any) -> None:
         counts[self] += sum(len(piece) for pieces in outgoing.values() for piece in pieces)
         swap(self, outgoing, *args, **kwargs)
 
-    def counted_pair(self: DirectLinks, message: memoryview, *args: Any, **kwargs: Any) -> bool:
+    def counted_pair(self: SocketLinks, message: memoryview, *args: Any, **kwargs: Any) -> bool:
         counts[self] += len(message)
         return pair(self, message, *args, **kwargs)
 
-    monkeypatch.setattr(DirectLinks, "swap", counted_swap)
-    monkeypatch.setattr(DirectLinks, "pair", counted_pair)
+    monkeypatch.setattr(SocketLinks, "swap", counted_swap)
+    monkeypatch.setattr(SocketLinks, "pair", counted_pair)
     return counts
 
 
 def bytes_of_a_draw(
-    sent: Counter[DirectLinks], sampling: SamplingParams, *, vocab_size: int
+    sent: Counter[SocketLinks], sampling: SamplingParams, *, vocab_size: int
 ) -> int:
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(1))
     segment = Segment(session_id=1, start_position=3, num_tokens=1, sampling=sampling)
 
     def run(group: ProcessGroup) -> None:
         sums = DirectGroup(group)
-        sums.connect(within_process=True)
+        sums.connect(within_process=True, shares_memory=False)
         assert sums.is_direct
         half = vocab_size // 2
         own = logits[:, group.rank * half : (group.rank + 1) * half]
@@ -75,7 +76,7 @@ def bytes_of_a_draw(
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_draw_costs_the_same_for_any_vocabulary(sent: Counter[DirectLinks], name: str) -> None:
+def test_a_draw_costs_the_same_for_any_vocabulary(sent: Counter[SocketLinks], name: str) -> None:
     small, large = (
         bytes_of_a_draw(sent, SAMPLINGS[name], vocab_size=size) for size in (2_000, 200_000)
     )
@@ -83,12 +84,12 @@ def test_a_draw_costs_the_same_for_any_vocabulary(sent: Counter[DirectLinks], na
     assert large < 200_000 // 2 * 4 / 10  # a rank's logits
 
 
-def test_whole_rows_are_beyond_the_bound(sent: Counter[DirectLinks]) -> None:
+def test_whole_rows_are_beyond_the_bound(sent: Counter[SocketLinks]) -> None:
     """The negative control: ranks that gather their logits."""
 
     def run(group: ProcessGroup) -> None:
         sums = DirectGroup(group)
-        sums.connect(within_process=True)
+        sums.connect(within_process=True, shares_memory=False)
         own = torch.zeros(1, 100_000)
         sums.all_gather_tensor(own.new_empty(2, 1, 100_000), own)
 
@@ -97,7 +98,7 @@ def test_whole_rows_are_beyond_the_bound(sent: Counter[DirectLinks]) -> None:
 
 
 def test_a_step_of_the_last_stage_sends_sums_and_candidates(
-    sent: Counter[DirectLinks], tmp_path: Path
+    sent: Counter[SocketLinks], tmp_path: Path
 ) -> None:
     words, layers, tokens = 5_000, 2, 3
     spec = load_model_spec(write_tiny_checkpoint(tmp_path / "m", num_layers=3, vocab_size=words))
@@ -106,7 +107,7 @@ def test_a_step_of_the_last_stage_sends_sums_and_candidates(
         engine = load_rank(spec, group, shares_of(spec, 2), layers=(1, 3))
         tensor_group = engine.stage.tensor_group
         assert tensor_group is not None
-        tensor_group.sums.connect(within_process=True)
+        tensor_group.sums.connect(within_process=True, shares_memory=False)
         activation = torch.ones(tokens, HIDDEN)
         engine.run(_step(1, 0, tokens), activation)
         engine.run(_step(2, tokens, 1), activation[:1])
