@@ -20,6 +20,9 @@ NODES ?= 3
 PROMPT ?= What is the capital of France?
 PYTEST_ARGS ?=
 
+# Tests start hundreds of processes. Where the environment forbids it, each would compile all sources anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup demo test test-fast test-slow lint format bench up protos clean
 
 help: ## List the targets
