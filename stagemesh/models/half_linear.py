@@ -13,7 +13,9 @@ rounded to a multiple of 2^-24; a matrix where that could matter, or that has la
 float16 holds, is left to torch.
 
 FBGEMM lays out blocks of 512 columns, and a part of a block takes the room of a whole one. So the
-columns behind the last whole block are held in float32 where that is less.
+columns behind the last whole block stay as they are, and a stage holds what its plan counts. Few
+rows in bfloat16 are multiplied with them by torch's own kernel, which is quick then; for more the
+columns are widened first.
 """
 
 import torch
@@ -26,12 +28,17 @@ _LEAST_LARGEST = 2.0**-9
 _LARGEST = 65504.0
 _ENGINES = ("fbgemm", "x86")
 _BLOCK = 512
+# Up to here torch's bfloat16 takes less time than to widen the weights and multiply them.
+_FEW_ROWS = 4
 # Elements that are packed at once: packing wants them in float32, then 128 MiB.
 _PIECE_ELEMENTS = 2**25
 
 
 class HalfLinear(nn.Module):
-    """y = x @ W.T + b with W in float16, x and y in the run dtype, sums in float32.
+    """y = x @ W.T + b with W in 16 bits, x and y in the run dtype, sums in float32.
+
+    One exception: what few bfloat16 rows make with the columns behind the blocks is rounded to
+    bfloat16 before it is added.
 
     Takes over the weight of `linear`, which must not be used afterwards.
     """
@@ -42,8 +49,7 @@ class HalfLinear(nn.Module):
         self.out_features = linear.out_features
         weight = linear.weight.detach()
         bias: torch.Tensor | None = linear.bias
-        rest = self.in_features % _BLOCK
-        self._num_packed = self.in_features - (rest if rest <= _BLOCK // 2 else 0)
+        self._num_packed = self.in_features - self.in_features % _BLOCK
         rows = max(1, _PIECE_ELEMENTS // self.in_features)
         self._pieces = [
             torch.ops.quantized.linear_prepack_fp16(
@@ -52,9 +58,8 @@ class HalfLinear(nn.Module):
             )
             for start in range(0, self.out_features, rows)
         ]
-        self._rest = weight[:, self._num_packed :].float()
-        blocks = -(-self._num_packed // _BLOCK)
-        self.weight_bytes = 2 * self.out_features * blocks * _BLOCK + self._rest.nbytes
+        self._rest = weight[:, self._num_packed :].clone()
+        self.weight_bytes = 2 * self.out_features * self.in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply.
@@ -69,8 +74,13 @@ class HalfLinear(nn.Module):
         outs = [torch.ops.quantized.linear_dynamic_fp16(packed, piece) for piece in self._pieces]
         out: torch.Tensor = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
         if self._num_packed < self.in_features:
-            out += nn.functional.linear(wide[..., self._num_packed :], self._rest)
+            out += self._behind_the_blocks(x[..., self._num_packed :])
         return out.to(x.dtype)
+
+    def _behind_the_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == self._rest.dtype == torch.bfloat16 and x.shape[:-1].numel() <= _FEW_ROWS:
+            return nn.functional.linear(x, self._rest)
+        return nn.functional.linear(x.float(), self._rest.float())
 
 
 def can_be_half(weight: torch.Tensor) -> bool:

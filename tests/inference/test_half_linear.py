@@ -26,23 +26,23 @@ def random_linear(
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(
-    ("columns", "held"), [(512, 2 * 512), (549, 2 * 512 + 4 * 37), (900, 2 * 1024)]
-)
+@pytest.mark.parametrize("columns", [512, 549, 900])
 @pytest.mark.parametrize("dtype", LOST_BITS)
 def test_the_product_is_rounded_once(
     rows: int,
     has_bias: bool,
     columns: int,
-    held: int,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole blocks of columns, some in float32, and a block that is padded."""
+    """But for few rows in bfloat16: there the columns behind the last whole block are once more."""
     linear = random_linear(dtype, columns=columns, has_bias=has_bias)
     x = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
     exact = x.double() @ linear.weight.double().T
     exact += linear.bias.double() if has_bias else 0.0
+    allowed = exact.abs()
+    if dtype == torch.bfloat16 and rows <= half_linear._FEW_ROWS:
+        allowed = allowed + (x[..., 512:].double() @ linear.weight[:, 512:].double().T).abs()
     whole = HalfLinear(linear)
     monkeypatch.setattr(half_linear, "_PIECE_ELEMENTS", columns * 20)
     in_three_pieces = HalfLinear(linear)
@@ -51,8 +51,8 @@ def test_the_product_is_rounded_once(
         assert got.dtype == dtype
         assert got.shape == (1, rows, 53)
         # Half a unit of the last bit, and what float32 rounds off the sums.
-        assert ((got.double() - exact).abs() <= LOST_BITS[dtype] * exact.abs() + 1e-4).all()
-        assert half.weight_bytes == 53 * held
+        assert ((got.double() - exact).abs() <= LOST_BITS[dtype] * allowed + 1e-4).all()
+        assert half.weight_bytes == 53 * columns * 2
 
 
 def test_rows_do_not_depend_on_each_other() -> None:
