@@ -1,5 +1,6 @@
 """Faults in the groups of a LocalHub, as tests of programs with blocking groups set them."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +13,7 @@ from stagemesh.errors import CollectiveTimeout, CommError, ConfigError, PeerLost
 SIZE = 3
 
 
-def _run(hub: LocalHub, rank: int) -> BaseException | list[float]:
+def _run(hub: LocalHub, rank: int, ended: threading.Barrier) -> BaseException | list[float]:
     config = GroupConfig(
         backend="local", rendezvous=hub, rank=rank, world_size=SIZE, timeout_seconds=0.5
     )
@@ -22,12 +23,16 @@ def _run(hub: LocalHub, rank: int) -> BaseException | list[float]:
                 total = group.all_reduce(torch.ones(2))
         except CommError as error:
             return error
+        finally:
+            # Who leaves first would be lost to those whose deadline is a moment later.
+            ended.wait(timeout=10)
         return total.tolist()
 
 
 def _outcomes(hub: LocalHub) -> list[BaseException | list[float]]:
+    ended = threading.Barrier(SIZE)
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(lambda rank: _run(hub, rank), range(SIZE)))
+        return list(pool.map(lambda rank: _run(hub, rank, ended), range(SIZE)))
 
 
 def test_a_rank_that_is_dropped_at_a_step_is_lost_to_the_others() -> None:
@@ -62,4 +67,4 @@ def test_wires_of_another_size_are_refused() -> None:
     with LocalHub() as hub:
         hub.network(size=2)
         with pytest.raises(ConfigError, match="group world has 2 ranks here, not 3"):
-            _run(hub, 0)
+            _run(hub, 0, threading.Barrier(1))
