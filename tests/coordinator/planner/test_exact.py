@@ -87,7 +87,6 @@ def test_no_plan_is_better(batch, objective):
 )
 def test_a_planner_that_chose_among_fewer_plans_would_be_noticed(lesser):
     """Negative control, for each thing that the planner chooses."""
-    worse = 0
     for seed in range(120):
         model, cluster, workload, constraints = random_case(seed)
         workload = replace(workload, objective="throughput")
@@ -104,5 +103,6 @@ def test_a_planner_that_chose_among_fewer_plans_would_be_noticed(lesser):
         except PlacementError:
             continue
         assert less.objective_value >= best.objective_value * (1 - 1e-9)
-        worse += less.objective_value > best.objective_value * 1.001
-    assert worse >= 1
+        if less.objective_value > best.objective_value * 1.001:
+            return
+    pytest.fail("no cluster of 120 was worse off")
