@@ -71,14 +71,15 @@ test-fast: $(STAMP) ## Run the tests that take seconds
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ALONE) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
-# The many that stay in one process two at a time, too. pytest's status 5 says that no test was
-# selected; a part without tests is no failure.
-MANY := tests/cluster/test_family_table.py tests/checkpoint tests/training/test_parity.py
+# Those that neither start clusters of processes nor look at a clock two files at a time, too. pytest's
+# status 5 says that no test was selected; a part without tests is no failure.
+STEADY := tests/cluster/test_family_table.py tests/cluster/test_sample_model.py \
+	tests/checkpoint tests/inference tests/text tests/torch_backend tests/training
 test-slow: $(STAMP) ## Run the slow tests, and those that need an accelerator where there is one
 	@status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or gpu" -n 2 $(MANY) $(PYTEST_ARGS) \
-		|| [[ $$? == 5 ]] || status=1; \
-	$(BIN)/python -m pytest -q -m "slow or gpu" $(MANY:%=--ignore=%) $(PYTEST_ARGS) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or gpu" -n 2 --dist loadfile \
+		$(STEADY) $(PYTEST_ARGS) || [[ $$? == 5 ]] || status=1; \
+	$(BIN)/python -m pytest -q -m "slow or gpu" $(STEADY:%=--ignore=%) $(PYTEST_ARGS) \
 		|| [[ $$? == 5 ]] || status=1; \
 	exit $$status
 

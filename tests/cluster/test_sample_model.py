@@ -28,7 +28,7 @@ from tests.cluster.asking import until
 from tests.support.cluster import Cluster, start_cluster
 from tests.support.stage_chain import reference_tokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 SAMPLE = "smollm2-135m-instruct"
 NUM_TOKENS = 16
