@@ -1,9 +1,36 @@
-"""What a stage computes for a prompt, and how far two results are apart."""
+"""A whole model as one stage, what it computes for a prompt, and how far two results are apart."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from stagemesh.inference.stage_engine import StageEngine
+from stagemesh.model_spec import ModelSpec
+from stagemesh.models.low_bit_kernels import LowBitKernels
 from stagemesh.steps import SamplingParams, Segment, Step
+
+
+def load_whole(spec: ModelSpec, quantize: str) -> StageEngine:
+    return StageEngine.load(
+        spec,
+        start_layer=0,
+        end_layer=spec.num_layers,
+        dtype="float32",
+        device=torch.device("cpu"),
+        kv_limit_bytes=2**26,
+        quantize=quantize,
+    )
+
+
+def multiply_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products by unpacked tiles, so that only the weights are in few bits."""
+    of_processor = LowBitKernels.of
+    monkeypatch.setattr(
+        LowBitKernels,
+        "of",
+        lambda device: replace(of_processor(device), int8_rows=0, int4_rows=0, wide=torch.float32),
+    )
 
 
 def logits_of(engine: StageEngine, prompt: list[int]) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Experts in low bits: what they compute, what ranks have of them, and what is planned."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from stagemesh.checkpoint.low_bit import fits_int4
 from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
-from stagemesh.models.low_bit_kernels import LowBitKernels
 from stagemesh.models.low_bit_values import (
     quantize_groups,
     quantize_rows,
@@ -22,7 +20,7 @@ from stagemesh.models.low_bit_values import (
 )
 from stagemesh.models.quantized_experts import LowBitExperts
 from stagemesh.models.quantized_linear import Int4Linear, Int8Linear
-from tests.inference.quantized.comparing import distance, logits_of
+from tests.inference.quantized.comparing import distance, load_whole, logits_of, multiply_in_float32
 from tests.support.checkpoints import edit_tensors, write_tiny_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.tensor_stages import load_rank, shares_of
@@ -48,13 +46,7 @@ BACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products by unpacked tiles, so that only the weights are in few bits."""
-    of_processor = LowBitKernels.of
-    monkeypatch.setattr(
-        LowBitKernels,
-        "of",
-        lambda device: replace(of_processor(device), int8_rows=0, int4_rows=0, wide=torch.float32),
-    )
+    multiply_in_float32(monkeypatch)
 
 
 def write_with_each_expert_apart(folder: Path, family: str) -> ModelSpec:
@@ -63,18 +55,6 @@ def write_with_each_expert_apart(folder: Path, family: str) -> ModelSpec:
         del sizes["num_key_value_heads"], sizes["head_dim"]
     tiny_model(family, sizes).save_pretrained(folder)
     return load_model_spec(folder)
-
-
-def load(spec: ModelSpec, quantize: str) -> StageEngine:
-    return StageEngine.load(
-        spec,
-        start_layer=0,
-        end_layer=spec.num_layers,
-        dtype="float32",
-        device=CPU,
-        kv_limit_bytes=2**26,
-        quantize=quantize,
-    )
 
 
 def experts_of(engine: StageEngine) -> list[LowBitExperts]:
@@ -87,8 +67,8 @@ def test_experts_compute_what_the_same_weights_do(
     tmp_path: Path, family: str, quantize: str
 ) -> None:
     spec = write_with_each_expert_apart(tmp_path, family)
-    engine = load(spec, quantize)
-    before = logits_of(load(spec, "none"), PROMPT)
+    engine = load_whole(spec, quantize)
+    before = logits_of(load_whole(spec, "none"), PROMPT)
     got = logits_of(engine, PROMPT)
     held = experts_of(engine)
     assert held
@@ -108,7 +88,7 @@ def test_experts_compute_what_the_same_weights_do(
         return BACK["int8"](value) if name == "model.embed_tokens.weight" else value
 
     edit_tensors(tmp_path, lambda tensors: {n: there_and_back(n, t) for n, t in tensors.items()})
-    expected = logits_of(load(load_model_spec(tmp_path), "none"), PROMPT)
+    expected = logits_of(load_whole(load_model_spec(tmp_path), "none"), PROMPT)
     # Matrices of few rows go through the 4-bit kernel always, which multiplies in bfloat16.
     has_small = family == "deepseek_v3" and quantize == "int4"
     assert distance(got, expected) < (5e-3 if has_small else 1e-5)
@@ -132,7 +112,7 @@ def test_experts_that_the_file_stacks_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def check_plan(spec: ModelSpec, quantize: str) -> StageEngine:
-    engine = load(spec, quantize)
+    engine = load_whole(spec, quantize)
     cost = held_model_cost(spec, dtype="float32", quantize=quantize)
     costs = sum(cost.layer_bytes) + cost.embedding_bytes + cost.norm_bytes
     costs += 0 if cost.tied else cost.head_bytes
@@ -144,7 +124,7 @@ def check_plan(spec: ModelSpec, quantize: str) -> StageEngine:
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_ranks_have_columns_of_each_expert(tmp_path: Path, family: str, quantize: str) -> None:
     spec = write_with_each_expert_apart(tmp_path, family)
-    alone = logits_of(load(spec, quantize), PROMPT)
+    alone = logits_of(load_whole(spec, quantize), PROMPT)
 
     def run(group: ProcessGroup) -> tuple[torch.Tensor, set[type]]:
         engine = load_rank(spec, group, shares_of(spec, 2), quantize=quantize)

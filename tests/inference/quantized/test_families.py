@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from coordinator.model_cost import held_model_cost
-from stagemesh.inference.stage_engine import StageEngine
-from stagemesh.model_spec import ModelSpec, load_model_spec
-from tests.inference.quantized.comparing import distance, logits_of
+from stagemesh.model_spec import load_model_spec
+from tests.inference.quantized.comparing import distance, load_whole, logits_of
 from tools.families.tiny_configs import tiny_model
 
 PROMPT = [3, 14, 15, 92, 65]
@@ -18,23 +17,11 @@ PROMPT = [3, 14, 15, 92, 65]
 FAMILIES = ("exaone", "gpt_neox", "hy_v3", "sarvam_moe", "gpt2", "falcon", "xglm")
 
 
-def load(spec: ModelSpec, quantize: str) -> StageEngine:
-    return StageEngine.load(
-        spec,
-        start_layer=0,
-        end_layer=spec.num_layers,
-        dtype="float32",
-        device=torch.device("cpu"),
-        kv_limit_bytes=2**26,
-        quantize=quantize,
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_planned_is_held_and_computes_nearly_the_same(tmp_path: Path, family: str) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     spec = load_model_spec(tmp_path)
-    plain, low = load(spec, "none"), load(spec, "int8")
+    plain, low = load_whole(spec, "none"), load_whole(spec, "int8")
     cost = held_model_cost(spec, dtype="float32", quantize="int8")
     planned = sum(cost.layer_bytes) + cost.embedding_bytes + cost.norm_bytes
     planned += 0 if cost.tied else cost.head_bytes

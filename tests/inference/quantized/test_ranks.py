@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.models.low_bit_kernels import LowBitKernels
 from stagemesh.models.quantized_linear import Int4Linear, Int8Linear
 from stagemesh.placement.tensor_shares import TensorShares
-from tests.inference.quantized.comparing import distance, logits_of
+from tests.inference.quantized.comparing import distance, load_whole, logits_of, multiply_in_float32
 from tests.support.checkpoints import write_tiny_checkpoint, write_tiny_gguf
 from tests.support.ranks import run_ranks
 from tests.support.tensor_stages import load_rank, shares_of
@@ -55,18 +54,6 @@ def cut(spec: ModelSpec, columns: tuple[int, int]) -> TensorShares:
     )
 
 
-def alone(spec: ModelSpec, quantize: str) -> StageEngine:
-    return StageEngine.load(
-        spec,
-        start_layer=0,
-        end_layer=spec.num_layers,
-        dtype="float32",
-        device=CPU,
-        kv_limit_bytes=2**26,
-        quantize=quantize,
-    )
-
-
 def on_ranks(
     spec: ModelSpec,
     columns: tuple[int, int],
@@ -99,7 +86,7 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_parts_of_the_ranks_are_the_whole(spec: ModelSpec, quantize: str) -> None:
     """To the bit: cuts are on borders of groups, and a row has one scale on all ranks."""
-    whole = held_weights(alone(spec, quantize))
+    whole = held_weights(load_whole(spec, quantize))
     parts = on_ranks(spec, ALIGNED, quantize, held_weights)
     assert len(whole) == 7 * spec.num_layers + 1
     for name, expected in whole.items():
@@ -119,19 +106,14 @@ def test_ranks_differ_from_one_alone_by_rounding_only(
     The kernels for few rows give bfloat16, so partial sums are rounded before they are added up.
     """
     got = {"bfloat16": both_ways(spec, quantize)}
-    of_processor = LowBitKernels.of
-
-    def in_float32(device: torch.device) -> LowBitKernels:
-        return replace(of_processor(device), int8_rows=0, int4_rows=0, wide=torch.float32)
-
-    monkeypatch.setattr(LowBitKernels, "of", in_float32)
+    multiply_in_float32(monkeypatch)
     got["float32"] = both_ways(spec, quantize)
     assert got["bfloat16"] < 2e-2
     assert got["float32"] < 1e-5
 
 
 def both_ways(spec: ModelSpec, quantize: str) -> float:
-    expected = logits_of(alone(spec, quantize), PROMPT)
+    expected = logits_of(load_whole(spec, quantize), PROMPT)
     runs = on_ranks(spec, ALIGNED, quantize, lambda engine: logits_of(engine, PROMPT))
     # Negative control: the ranks the other way round.
     assert distance(torch.cat(runs[::-1], dim=-1), expected) > 0.2

@@ -10,7 +10,6 @@ from coordinator.model_cost import held_model_cost
 from stagemesh.checkpoint.low_bit import Role, held_form
 from stagemesh.errors import ConfigError
 from stagemesh.inference import attention
-from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.models.builder import StageModel, build_stage
 from stagemesh.models.low_bit_kernels import LowBitKernels
@@ -22,7 +21,7 @@ from stagemesh.models.low_bit_values import (
 )
 from stagemesh.models.quantized_linear import Int4Linear, Int8Embedding, Int8Linear
 from stagemesh.models.weights import WeightReader
-from tests.inference.quantized.comparing import distance, logits_of
+from tests.inference.quantized.comparing import distance, load_whole, logits_of
 from tests.support.checkpoints import edit_tensors, write_tiny_checkpoint, write_tiny_gguf
 
 CPU = torch.device("cpu")
@@ -45,18 +44,6 @@ def build(spec: ModelSpec, quantize: str, *, span: tuple[int, int] | None = None
         dtype="float32",
         device=CPU,
         attention=attention.ATTENTION_NAME,
-        quantize=quantize,
-    )
-
-
-def load(spec: ModelSpec, quantize: str) -> StageEngine:
-    return StageEngine.load(
-        spec,
-        start_layer=0,
-        end_layer=spec.num_layers,
-        dtype="float32",
-        device=CPU,
-        kv_limit_bytes=2**26,
         quantize=quantize,
     )
 
@@ -108,8 +95,8 @@ def test_a_stage_answers_as_one_with_the_same_weights_in_float32(
 ) -> None:
     extra: dict[str, Any] = {"pad_token_id": 0} if family == "phi3" else {}
     path = write_tiny_checkpoint(tmp_path / "m", family, **SIZES, **extra)
-    before = logits_of(load(load_model_spec(path), "none"), PROMPT)
-    got = logits_of(load(load_model_spec(path), quantize), PROMPT)
+    before = logits_of(load_whole(load_model_spec(path), "none"), PROMPT)
+    got = logits_of(load_whole(load_model_spec(path), quantize), PROMPT)
     infos = load_model_spec(path).tensors
 
     def there_and_back(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -122,7 +109,7 @@ def test_a_stage_answers_as_one_with_the_same_weights_in_float32(
         return weight_of_groups(*quantize_groups(value))
 
     edit_tensors(path, lambda tensors: {n: there_and_back(n, t) for n, t in tensors.items()})
-    expected = logits_of(load(load_model_spec(path), "none"), PROMPT)
+    expected = logits_of(load_whole(load_model_spec(path), "none"), PROMPT)
     # Activations in bfloat16 on the one side.
     assert distance(got, expected) < 0.03
     if quantize == "int4":  # Negative control: the weights before they were rounded.
