@@ -92,9 +92,18 @@ class _Record:
 
     unit: Unit
     matrix: Floats
-    values: Floats
-    starts: Ints
+    borders: Ints
+    """At which its stage may begin, in order."""
     reach: Reach
+
+    def start(self, count: int, end_layer: int) -> int:
+        """Where its stage begins in the best chain to that layer, the first of equals.
+
+        Only a chain that is read back asks, so a search looks for least times alone: to find where
+        each lies takes several times as long.
+        """
+        sums = self.reach.seconds[count, self.borders] + self.matrix[self.borders, end_layer]
+        return int(self.borders[sums.argmin()])
 
 
 def limited(matrix: Floats, limit_seconds: float) -> Floats:
@@ -153,13 +162,10 @@ class ChainTable:
         if not borders.size:
             return None
         sums = reach.seconds[:, borders, None] + matrix[None, borders]
-        which = sums.argmin(axis=1)
-        values = np.take_along_axis(sums, which[:, None], axis=1)[:, 0]
+        values: Floats = sums.min(axis=1)
         if not np.isfinite(values).any():
             return None
-        self._records.append(
-            _Record(unit=unit, matrix=matrix, values=values, starts=borders[which], reach=reach)
-        )
+        self._records.append(_Record(unit=unit, matrix=matrix, borders=borders, reach=reach))
         for count in self.counts.final():
             if values[count, -1] + exit_seconds < self._best:
                 self._best = float(values[count, -1]) + exit_seconds
@@ -180,7 +186,7 @@ class ChainTable:
         border, slowest = self.num_layers, 0.0
         while record != NO_RECORD:
             found = self._records[record]
-            start = int(found.starts[count, border])
+            start = found.start(count, border)
             slowest = max(slowest, float(found.matrix[start, border]))
             stages.append(ChainStage(unit=found.unit, start_layer=start, end_layer=border))
             record, count = (
