@@ -15,6 +15,8 @@ from stagemesh.errors import ConfigError
 from stagemesh.model_spec import ELEMENT_BYTES, ModelSpec
 
 _ATTENTION = re.compile(r"\.(?:self_attn|self_attention|attention|attn|linear_attn)\.")
+# Of latent attention (DeepSeek-V2): the vectors that all heads share are made whole on each rank.
+_LATENT = re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.")
 _MLP = re.compile(r"\.(?:mlp|feed_forward|block_sparse_moe|ffn|moe|experts)\.")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
@@ -77,7 +79,8 @@ class ModelCost:
     vocab_size: int = 0
     """Rows of the head."""
     attention_elements: tuple[int, ...] = ()
-    """Weights of which `attention_bytes` are the bytes; empty is one an element of the dtype."""
+    """Weights that a token meets in `attention_bytes`, and in what no rank divides of attention;
+    empty is one for each element's bytes of `attention_bytes`."""
     mlp_elements: tuple[int, ...] = ()
     """Likewise of `mlp_bytes`."""
     head_elements: int = 0
@@ -245,6 +248,8 @@ def model_cost(spec: ModelSpec, *, dtype: str, quantize: str = "none") -> ModelC
     mlp_columns = _mlp_columns(spec)
     num_experts = _first_number(spec.config, _NUM_EXPERTS, default=1)
     attention = tuple(_matrix_bytes(layer, _ATTENTION, dtype) for layer in spec.groups.layers)
+    # What each rank holds whole costs arithmetic all the same.
+    latent = tuple(_matrix_bytes(layer, _LATENT, dtype) for layer in spec.groups.layers)
     mlp = tuple(_matrix_bytes(layer, _MLP, dtype) for layer in spec.groups.layers)
     return ModelCost(
         num_layers=spec.num_layers,
@@ -256,6 +261,10 @@ def model_cost(spec: ModelSpec, *, dtype: str, quantize: str = "none") -> ModelC
         kv_bytes_per_token_layer=spec.kv_bytes_per_token(1, dtype),
         dtype=dtype,
         attention_bytes=attention,
+        attention_elements=tuple(
+            (own + whole) // ELEMENT_BYTES[dtype]
+            for own, whole in zip(attention, latent, strict=True)
+        ),
         mlp_bytes=mlp,
         file_layer_bytes=tuple(sum(i.num_bytes for i in layer) for layer in spec.groups.layers),
         hidden_size=spec.hidden_size,
@@ -290,7 +299,6 @@ def _quantized_cost(spec: ModelSpec, *, dtype: str, quantize: str) -> ModelCost:
         tied=is_low and not spec.has_separate_head,
         attention_bytes=sizes[_ATTENTION],
         mlp_bytes=sizes[_MLP],
-        attention_elements=tuple(size // plain.element_bytes for size in plain.attention_bytes),
         mlp_elements=tuple(size // plain.element_bytes for size in plain.mlp_bytes),
         head_elements=spec.head_bytes(dtype) // plain.element_bytes,
         quantize=quantize,
@@ -318,7 +326,9 @@ def _matrix_bytes(
     return sum(
         held_bytes(info, role="layer", quantize=quantize, element_bytes=size)
         for info in tensors
-        if len(info.shape) > 1 and kind.search(info.name)
+        if len(info.shape) > 1
+        and kind.search(info.name)
+        and (kind is not _ATTENTION or not _LATENT.search(info.name))
     )
 
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +21,18 @@ from coordinator.planner.profiles import (
 from coordinator.planner.spans import ModelSpans, expert_share
 from coordinator.planner.time_model import step_sizes
 from coordinator.planner.units import Ways
+from stagemesh.comm.process_group import ProcessGroup
 from stagemesh.errors import ConfigError
 from stagemesh.inference import attention
 from stagemesh.model_spec import load_model_spec
 from stagemesh.models.builder import build_stage
+from stagemesh.placement.tensor_shares import TensorShares
 from tests.coordinator.planner.clusters import paper_cluster
 from tests.coordinator.planner.scalar_model import random_cluster, random_model, stage_memory
 from tests.support.checkpoints import write_tiny_checkpoint
+from tests.support.ranks import run_ranks
+from tests.support.tensor_stages import load_rank
+from tools.families.tiny_configs import tiny_model as sparse_model
 
 SAMPLE = "smollm2-135m-instruct"
 
@@ -70,6 +76,42 @@ def test_a_tiny_stage_holds_what_was_predicted(tmp_path, family, config, span):
         attention=attention.ATTENTION_NAME,
     ).weight_bytes
     assert predicted_weights(cost, *span) == pytest.approx(held, rel=0.02)
+
+
+@pytest.mark.parametrize("latent", [4, 64])
+def test_ranks_of_latent_attention_hold_what_was_predicted(tmp_path: Path, latent: int) -> None:
+    """The wider the vectors that all heads share, the more of its weights each rank holds."""
+    sizes = {"q_lora_rank": latent, "kv_lora_rank": latent, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    model = sparse_model(
+        "deepseek_v3", {"first_k_dense_replace": 4, "qk_rope_head_dim": 8, **sizes}
+    )
+    model.save_pretrained(tmp_path / "m")
+    spec = load_model_spec(tmp_path / "m")
+    cost = held_model_cost(spec, dtype="float32")
+    shares = TensorShares.divide(
+        num_ranks=2,
+        num_heads=4,
+        num_kv_heads=4,
+        mlp_columns=cost.mlp_columns,
+        vocab_size=spec.vocab_size,
+    )
+    node = paper_cluster(1, seed=0).nodes[0]
+
+    def held(group: ProcessGroup) -> int:
+        return load_rank(spec, group, shares).stage.weight_bytes
+
+    predicted = rank_memory(
+        cost,
+        spans=ModelSpans(cost).one(0, spec.num_layers),
+        workload=Workload(max_context_tokens=1, prompt_tokens=1),
+        node=node,
+        kv_groups=2,
+        mlp_columns=np.array([cost.mlp_columns // 2]),
+        num_ranks=2,
+        streams=1,
+    ).by_kind(0)
+    for weight_bytes in run_ranks(2, held, backend="local", timeout_seconds=20.0):
+        assert predicted.weights + predicted.embedding_head == pytest.approx(weight_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(("span", "dtype"), [((0, 3), "float32"), ((27, 30), "bfloat16")])
