@@ -9,32 +9,23 @@ _MAX_LINKS_SHOWN = 64
 
 
 def measured_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
-    """A table of node profiles and one of links, where there are any."""
+    """Tables of the nodes' speed and memory and of links, where there are any; 80 columns wide."""
     tables = []
     if any(node.status.HasField("profile") for node in status.nodes):
-        tables.append(_node_table(status))
+        tables += [_speed_table(status), _memory_table(status)]
     if status.links:
         tables.append(_link_table(status))
     return tables
 
 
-def _node_table(status: coordinator_pb2.ClusterStatus) -> Table:
-    table = Table(title="measured", title_justify="left", title_style="bold")
-    for heading in ("node", "dtype", "weights read", "products", "per layer", "per step"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("memory", "free", "limit", "process", "took"):
-        table.add_column(heading, no_wrap=True)
+def _speed_table(status: coordinator_pb2.ClusterStatus) -> Table:
+    table = _table("measured", "node", "dtype", "weights read", "products", "per layer", "per step")
     for node in status.nodes:
         profile = node.status.profile
         for index, rates in enumerate(profile.rates):
             common = (
                 f"{1e6 * profile.layer_overhead_seconds:.0f} us",
                 f"{1e6 * profile.step_overhead_seconds:.0f} us",
-                gib(profile.memory_total_bytes),
-                gib(profile.memory_free_bytes),
-                gib(profile.memory_limit_bytes) if profile.memory_limit_bytes else "none",
-                gib(profile.process_bytes),
-                f"{profile.measure_seconds:.1f} s",
             )
             table.add_row(
                 node.status.description.node_id if index == 0 else "",
@@ -46,10 +37,24 @@ def _node_table(status: coordinator_pb2.ClusterStatus) -> Table:
     return table
 
 
+def _memory_table(status: coordinator_pb2.ClusterStatus) -> Table:
+    table = _table("memory", "node", "all", "free", "limit", "process", "measured in")
+    for node in status.nodes:
+        profile = node.status.profile
+        if node.status.HasField("profile"):
+            table.add_row(
+                node.status.description.node_id,
+                gib(profile.memory_total_bytes),
+                gib(profile.memory_free_bytes),
+                gib(profile.memory_limit_bytes) if profile.memory_limit_bytes else "none",
+                gib(profile.process_bytes),
+                f"{profile.measure_seconds:.1f} s",
+            )
+    return table
+
+
 def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
-    table = Table(title="links", title_justify="left", title_style="bold")
-    for heading in ("from", "to", "one way", "rate", "sum of ranks"):
-        table.add_column(heading, no_wrap=True)
+    table = _table("links", "from", "to", "one way", "rate", "sum of ranks")
     shown: set[frozenset[str]] = set()
     for each in status.links:
         ends = frozenset((each.source, each.link.node_id))
@@ -63,4 +68,11 @@ def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
             f"{each.link.bytes_per_second / 1e6:.0f} MB/s",
             f"{1e6 * each.link.sum_seconds:.0f} us" if each.link.sum_seconds else "",
         )
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
     return table
