@@ -3,17 +3,21 @@
 Group, thread and connections are those of a stage that the two would share (`node.stage_group`). So
 where their threads cannot connect, the sums go through the group here too, and cost what they will.
 
-    some small sums, one after the other      seconds of a sum, their median
-    some large ones                           bytes per second, beyond that
+    products, and the same with a small sum behind each    seconds of a sum: what it adds
+    some large sums, one after the other                   bytes per second, beyond that
 
-Both ranks must add up equally often, and do not know how fast the other one is: how often follows
-from the slower one's first sums, which the two agree on.
+The ranks of a stage add up between products of some hundred microseconds, of which now one and now
+the other takes longer: each sum waits for the slower one. Sums one after the other show nothing of
+it, and are the least that a sum can take.
+
+Both ranks must do all of this equally often, and do not know how fast the other one is: how often
+follows from the slower one's first tries, which the two agree on.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -37,6 +41,15 @@ _SMALL_SUMS = (8, 96)
 _LARGE_SUMS = (1, 5)
 _SECONDS = 0.05
 """About how long all small sums take, and all large ones."""
+
+# 3.4 MiB, more than a core's own cache, times four: a layer's weights are not in it either.
+_PRODUCT_SHAPE = (1536, 576)
+_MATRICES = 4
+_FIRST_WORK = 4
+_WORK = (2, 16)
+_BLOCKS = 9
+_BLOCK_SECONDS = 0.01
+"""About how long the work of a block takes, without sums."""
 
 _LEAST_SECONDS = 1e-9
 
@@ -99,7 +112,7 @@ def _measure(sums: DirectGroup) -> SumTimes:
     small, large = torch.zeros(_SMALL_ELEMENTS), torch.zeros(_LARGE_ELEMENTS)
     first = median(_times(sums, small, _FIRST_SUMS))
     few = _times(sums, small, _agreed(sums, first, _SMALL_SUMS))
-    seconds = max(median(few), _LEAST_SECONDS)
+    seconds = max(median(few), added_to_work(sums, small, _products()), _LEAST_SECONDS)
     once = _times(sums, large, 1)[0]
     many = median(_times(sums, large, _agreed(sums, once, _LARGE_SUMS)))
     num_bytes = large.numel() * large.element_size()
@@ -107,6 +120,43 @@ def _measure(sums: DirectGroup) -> SumTimes:
         sum_seconds=seconds,
         bytes_per_second=num_bytes / max(many - seconds, 0.05 * many, _LEAST_SECONDS),
     )
+
+
+def added_to_work(sums: DirectGroup, small: torch.Tensor, work: Callable[[int], object]) -> float:
+    """Seconds that a sum adds to the work before it; the same on both ranks.
+
+    Of several blocks the median, as other work on a host disturbs some of them.
+
+    Args:
+        sums: between the two ranks, both of which call this.
+        small: to add up; its values do not matter.
+        work: what this rank does before each sum, told how often it has.
+    """
+
+    def run(count: int, *, with_sums: bool) -> float:
+        sums.all_reduce(small)  # both begin together
+        started = time.perf_counter()
+        for i in range(count):
+            work(i)
+            if with_sums:
+                sums.all_reduce(small)
+        return time.perf_counter() - started
+
+    once = run(_FIRST_WORK, with_sums=False) / _FIRST_WORK
+    count = _agreed(sums, once, _WORK, total_seconds=_BLOCK_SECONDS)
+    added = []
+    for _ in range(_BLOCKS):
+        # Of the rank that is slower without sums: the other one waits in each for its larger share.
+        alone = _slower(sums, run(count, with_sums=False))
+        added.append((_slower(sums, run(count, with_sums=True)) - alone) / count)
+    return median(added)
+
+
+def _products() -> Callable[[int], object]:
+    """One row by a matrix of a small layer, which was not used just before."""
+    matrices = [torch.ones(_PRODUCT_SHAPE) for _ in range(_MATRICES)]
+    row = torch.ones(_PRODUCT_SHAPE[1])
+    return lambda i: torch.mv(matrices[i % _MATRICES], row)
 
 
 def _times(sums: DirectGroup, tensor: torch.Tensor, count: int) -> list[float]:
@@ -118,8 +168,18 @@ def _times(sums: DirectGroup, tensor: torch.Tensor, count: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def _agreed(sums: DirectGroup, seconds: float, limits: tuple[int, int]) -> int:
-    """How many sums of so many seconds to time: the same on both ranks."""
-    slower = float(sums.all_reduce(torch.tensor([seconds]), op=ReduceOp.MAX)[0])
+def _agreed(
+    sums: DirectGroup,
+    seconds: float,
+    limits: tuple[int, int],
+    *,
+    total_seconds: float = _SECONDS,
+) -> int:
+    """How often to do what takes so many seconds: the same on both ranks."""
     least, most = limits
-    return min(most, max(least, int(_SECONDS / max(slower, _LEAST_SECONDS))))
+    return min(most, max(least, int(total_seconds / max(_slower(sums, seconds), _LEAST_SECONDS))))
+
+
+def _slower(sums: DirectGroup, seconds: float) -> float:
+    """The larger of both ranks' seconds."""
+    return float(sums.all_reduce(torch.tensor([seconds]), op=ReduceOp.MAX)[0])
