@@ -36,8 +36,10 @@ _WEIGHT_BYTES = 128 * 2**20
 _FLUSHED_PARTS = 3
 """One part of the memory in so many empties the caches, the others are weights."""
 _FEW_LAYERS, _MANY_LAYERS = 1, 9
-_WIDTHS = (768, 384, 192)
-_MOST_WIDE_LAYERS = 6
+# The widest is whole blocks of the kernels for 16 bits and little more, as most models' widths are:
+# what lies behind a block takes several times as long (`stagemesh.models.half_linear`).
+_WIDTHS = (576, 384, 192)
+_MOST_WIDE_LAYERS = 12
 _FEW_ROWS, _MANY_ROWS = 8, 64
 _SLICE_SECONDS = 0.1
 _FIRST_ROUNDS = 2

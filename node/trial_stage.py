@@ -13,7 +13,8 @@ from stagemesh.steps import SamplingParams, Segment, Step
 
 _KV_LIMIT_BYTES = 2**26
 _VOCAB = 64
-_MOST_HEAD_DIM = 64
+# An even number of heads at every width that is measured.
+_MOST_HEAD_DIM = 48
 _HEADS_PER_KV_HEAD = 2
 _MLP_PARTS, _HIDDEN_PARTS = 8, 3
 """The MLP is 8/3 as wide as the model, as in Llama."""

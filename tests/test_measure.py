@@ -187,9 +187,10 @@ def _instant(stage):
 @pytest.mark.parametrize(
     ("weight_bytes", "element_bytes", "expected"),
     [
-        (85 * MIB, 4, (768, 3)),
-        (85 * MIB, 2, (768, 6)),
-        (2**40, 4, (768, 6)),
+        (85 * MIB, 4, (576, 6)),
+        (85 * MIB, 2, (576, 12)),
+        (2**40, 4, (576, 12)),
+        (30 * MIB, 4, (576, 2)),
         (16 * MIB, 4, (384, 2)),
         (7 * MIB, 2, (384, 2)),
         (4 * MIB, 4, (192, 2)),
