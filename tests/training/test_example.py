@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,14 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+import torch
 from click.testing import CliRunner
 
 from examples import train_lm
 from stagemesh.training.checkpoint_folder import latest_checkpoint
 from stagemesh.training.history import read_history
-from tests.process.children import Child, Children, children, descendants, until_gone
+from tests.process.children import Children, children, descendants, until_gone
+from tests.support.cluster import start_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "examples" / "train_lm.py")
@@ -33,21 +33,31 @@ def processes(tmp_path: Path) -> Any:
         yield started
 
 
-def call(*arguments: str, seconds: float = 200, **env: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, PROGRAM, *arguments],
         capture_output=True,
         text=True,
-        timeout=seconds,
-        env={**os.environ, **env},
+        timeout=200,
         check=False,
     )
 
 
+def alone(*arguments: str) -> Any:
+    """One rank needs no process of its own, whose imports take seconds."""
+    before = torch.get_num_threads()
+    try:
+        return CliRunner().invoke(train_lm.main, arguments)
+    finally:
+        torch.set_num_threads(before)
+
+
 def train(run: Path, *arguments: str) -> list[float]:
     """Losses of all steps that this call made."""
+    call = launch if "--launch" in arguments else alone
     done = call("--out", str(run), *TINY, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
+    status = done.returncode if call is launch else done.exit_code
+    assert status == 0, done.stderr[-3000:]
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[-1]["event"] == "done"
     return [event["loss"] for event in events if event["event"] == "step"]
@@ -79,7 +89,7 @@ async def until_trained(run: Path, num_steps: int, *, seconds: float = 120) -> N
     ],
 )
 def test_flags_that_do_not_fit_are_refused_in_a_line(arguments: Any, message: str) -> None:
-    done = CliRunner().invoke(train_lm.main, arguments)
+    done = alone(*arguments)
     assert done.exit_code == 1, done.output
     assert re.match(rf"error: .*{message}", done.stderr), done.stderr
     assert done.stderr.count("\n") == 1
@@ -92,7 +102,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     # The rate falls with the steps in all; while it rises it depends on the step alone.
     rising = ("--warmup", "1000")
     first = train(run, "--launch", "2", "--pp", "2", "--steps", "4", *rising)
-    refused = call("--out", str(run), *TINY)
+    refused = alone("--out", str(run), *TINY)
     assert "step-00000004 is there: give --resume to go on" in refused.stderr
     second = train(run, "--launch", "2", "--tp", "2", "--steps", "8", *rising, "--resume")
     whole = train(tmp_path / "whole", "--steps", "8", *rising)
@@ -158,32 +168,22 @@ async def test_ranks_end_with_the_process_that_launched_them(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_what_was_trained_serves(tmp_path: Path, processes: Children) -> None:
+async def test_what_was_trained_serves(tmp_path: Path) -> None:
     run = tmp_path / "run"
     await asyncio.to_thread(train, run, "--launch", "2", "--pp", "2", "--steps", "30")
     checkpoint = latest_checkpoint(run)
-    up: Child = processes.start(
-        "coordinator",
-        *("up", "--nodes", "2", "--model", str(checkpoint), "--name", "mine", "--json"),
-        *("--threads", "1", "--memory", "1GiB", "--device", "cpu"),
-        *("--port", "0", "--rpc-bind", "127.0.0.1:0"),
-    )
-    api = (await up.next_event("listening"))["api"]
-    async with httpx.AsyncClient(base_url=api, trust_env=False, timeout=60) as client:
+    assert checkpoint is not None
+    asked = {"model": "mine", "temperature": 0}
+    async with start_cluster(checkpoint, name="mine") as cluster, cluster.http() as client:
         answer = await client.post(
-            "/v1/completions",
-            json={"model": "mine", "prompt": "The", "max_tokens": 8, "temperature": 0},
+            "/v1/completions", json={**asked, "prompt": "The", "max_tokens": 8}
         )
         assert answer.status_code == 200, answer.text
         text = answer.json()["choices"][0]["text"]
+        messages = [{"role": "user", "content": "The"}]
         chat = await client.post(
             "/v1/chat/completions",
-            json={
-                "model": "mine",
-                "messages": [{"role": "user", "content": "The"}],
-                "max_completion_tokens": 8,
-                "temperature": 0,
-            },
+            json={**asked, "messages": messages, "max_completion_tokens": 8},
         )
         assert chat.status_code == 200, chat.text
         # The template of a base model adds nothing, so both were asked the same.
