@@ -2,6 +2,7 @@
 
 from rich.table import Table
 
+from coordinator.commands.titled_table import titled_table
 from coordinator.commands.units import gib
 from stagemesh.rpc.v1 import coordinator_pb2
 
@@ -19,7 +20,9 @@ def measured_tables(status: coordinator_pb2.ClusterStatus) -> list[Table]:
 
 
 def _speed_table(status: coordinator_pb2.ClusterStatus) -> Table:
-    table = _table("measured", "node", "dtype", "weights read", "products", "per layer", "per step")
+    table = titled_table(
+        "measured", "node", "dtype", "weights read", "products", "per layer", "per step"
+    )
     for node in status.nodes:
         profile = node.status.profile
         for index, rates in enumerate(profile.rates):
@@ -38,7 +41,7 @@ def _speed_table(status: coordinator_pb2.ClusterStatus) -> Table:
 
 
 def _memory_table(status: coordinator_pb2.ClusterStatus) -> Table:
-    table = _table("memory", "node", "all", "free", "limit", "process", "measured in")
+    table = titled_table("memory", "node", "all", "free", "limit", "process", "measured in")
     for node in status.nodes:
         profile = node.status.profile
         if node.status.HasField("profile"):
@@ -54,7 +57,7 @@ def _memory_table(status: coordinator_pb2.ClusterStatus) -> Table:
 
 
 def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
-    table = _table("links", "from", "to", "one way", "rate", "sum of ranks")
+    table = titled_table("links", "from", "to", "one way", "rate", "sum of ranks")
     shown: set[frozenset[str]] = set()
     for each in status.links:
         ends = frozenset((each.source, each.link.node_id))
@@ -68,11 +71,4 @@ def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
             f"{each.link.bytes_per_second / 1e6:.0f} MB/s",
             f"{1e6 * each.link.sum_seconds:.0f} us" if each.link.sum_seconds else "",
         )
-    return table
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
     return table

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.commands.measured_tables import measured_tables
+from coordinator.commands.titled_table import titled_table
 from coordinator.commands.units import gib
 from coordinator.deployment import Deployment
 from stagemesh.layout import Plan, StageAssignment
@@ -188,9 +189,7 @@ class LoadBars:
 
 def status_tables(status: coordinator_pb2.ClusterStatus) -> list[Table | Text]:
     """A cluster: a table of nodes, a table per deployment."""
-    nodes = Table(title="nodes", title_justify="left", title_style="bold")
-    for heading in ("node", "state", "address", "device", "memory", "used", "beat"):
-        nodes.add_column(heading, no_wrap=True)
+    nodes = titled_table("nodes", "node", "state", "address", "device", "memory", "used", "beat")
     for node in status.nodes:
         description = node.status.description
         nodes.add_row(
@@ -244,10 +243,7 @@ def _deployment_table(
         f"{deployment.model} ({deployment.dtype or 'no placement'}): {state}; "
         f"{deployment.active_requests} active, {deployment.generated_tokens} tokens generated"
     )
-    table = Table(title=title, title_justify="left", title_style="bold")
     is_shared = any(placed.num_ranks > 1 for placed in deployment.stages)
-    for heading in ("stage", "node", *(("rank",) if is_shared else ()), "layers", "weights"):
-        table.add_column(heading)
     live = {
         (node.status.description.node_id, stage.stage): stage
         for node in status.nodes
@@ -255,8 +251,12 @@ def _deployment_table(
         if stage.deployment_id == deployment.deployment_id
     }
     is_compiled = any(stage.execution not in ("", "eager") for stage in live.values())
-    for heading in ("KV used", "KV limit", "steps", *(("runs",) if is_compiled else ())):
-        table.add_column(heading)
+    table = titled_table(
+        title,
+        *("stage", "node", *(("rank",) if is_shared else ()), "layers", "weights"),
+        *("KV used", "KV limit", "steps", *(("runs",) if is_compiled else ())),
+        no_wrap=False,
+    )
     for placed in deployment.stages:
         stage = live.get((placed.node_id, placed.stage))
         table.add_row(
