@@ -14,9 +14,11 @@ from stagemesh.checkpoint.tensor_info import TensorInfo
 from stagemesh.errors import ConfigError
 from stagemesh.model_spec import ELEMENT_BYTES, ModelSpec
 
-_ATTENTION = re.compile(r"\.(?:self_attn|self_attention|attention|attn|linear_attn)\.")
 # Of latent attention (DeepSeek-V2): the vectors that all heads share are made whole on each rank.
 _LATENT = re.compile(r"\.(?:q_a_proj|kv_a_proj_with_mqa)\.")
+_ATTENTION = re.compile(
+    rf"^(?!.*{_LATENT.pattern}).*\.(?:self_attn|self_attention|attention|attn|linear_attn)\."
+)
 _MLP = re.compile(r"\.(?:mlp|feed_forward|block_sparse_moe|ffn|moe|experts)\.")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
@@ -79,10 +81,10 @@ class ModelCost:
     vocab_size: int = 0
     """Rows of the head."""
     attention_elements: tuple[int, ...] = ()
-    """Weights that a token meets in `attention_bytes`, and in what no rank divides of attention;
-    empty is one for each element's bytes of `attention_bytes`."""
+    """Weights of attention, with those that no rank divides; empty is one an element of the dtype
+    in `attention_bytes`."""
     mlp_elements: tuple[int, ...] = ()
-    """Likewise of `mlp_bytes`."""
+    """Weights of which `mlp_bytes` are the bytes; empty is one an element of the dtype."""
     head_elements: int = 0
     """Likewise of `head_bytes`; 0 is one an element of the dtype."""
     quantize: str = "none"
@@ -326,9 +328,7 @@ def _matrix_bytes(
     return sum(
         held_bytes(info, role="layer", quantize=quantize, element_bytes=size)
         for info in tensors
-        if len(info.shape) > 1
-        and kind.search(info.name)
-        and (kind is not _ATTENTION or not _LATENT.search(info.name))
+        if len(info.shape) > 1 and kind.search(info.name)
     )
 
 

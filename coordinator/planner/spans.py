@@ -33,9 +33,9 @@ class Spans:
     ends_bytes: Ints
     """Embedding and head, divided evenly over ranks."""
     attention_elements: Ints
-    """Weights of which `attention_bytes` are the bytes."""
+    """Weights of attention, with those on every rank."""
     mlp_elements: Ints
-    """Likewise of `mlp_bytes`."""
+    """Weights of which `mlp_bytes` are the bytes."""
 
     def __len__(self) -> int:
         return len(self.num_layers)
