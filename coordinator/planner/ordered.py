@@ -8,17 +8,13 @@ where all links are alike: n * layers^2 steps for n nodes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coordinator.planner.chain import NO_RECORD, Chain, ChainTable, StageCounts, limited
 from coordinator.planner.spans import Floats, Ints
 from coordinator.planner.step_times import StepShape, message_bytes
 from coordinator.planner.units import StageMatrices, Unit, Ways
-
-_Scalar = TypeVar("_Scalar", np.float64, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +65,13 @@ class OrderedSearch:
                 running[site][better] = values.pop(number)[better]
                 record[site][better] = number
             ways_in = running + hops[:, i][:, None, None]
-            which = _least(ways_in)
+            which = ways_in.argmin(axis=0)[None]
             matrix = costs.matrix(placed.unit, shape)
             found = table.add(
                 placed.unit,
                 limited(matrix, limit_seconds),
-                seconds=ways_in[0] if which is None else _taken(ways_in, which),
-                record=record[0] if which is None else _taken(record, which),
+                seconds=np.take_along_axis(ways_in, which, axis=0)[0],
+                record=np.take_along_axis(record, which, axis=0)[0],
                 entry_seconds=ways.entry(placed.unit),
                 exit_seconds=ways.exit(placed.unit),
             )
@@ -84,13 +80,3 @@ class OrderedSearch:
                 waiting.append((placed.end, table.last_record, self._site[i]))
                 waiting.sort()
         return table.chain()
-
-
-def _least(ways_in: Floats) -> Ints | None:
-    """Which site's chain is the best, [count, border]; None where there is one site only."""
-    return None if len(ways_in) == 1 else ways_in.argmin(axis=0)
-
-
-def _taken(values: NDArray[_Scalar], which: Ints) -> NDArray[_Scalar]:
-    taken: NDArray[_Scalar] = np.take_along_axis(values, which[None], axis=0)[0]
-    return taken
