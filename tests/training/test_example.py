@@ -43,21 +43,21 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def alone(*arguments: str) -> Any:
+def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     """One rank needs no process of its own, whose imports take seconds."""
     before = torch.get_num_threads()
     try:
-        return CliRunner().invoke(train_lm.main, arguments)
+        done = CliRunner().invoke(train_lm.main, arguments)
     finally:
         torch.set_num_threads(before)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def train(run: Path, *arguments: str) -> list[float]:
     """Losses of all steps that this call made."""
     call = launch if "--launch" in arguments else alone
     done = call("--out", str(run), *TINY, *arguments)
-    status = done.returncode if call is launch else done.exit_code
-    assert status == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[-1]["event"] == "done"
     return [event["loss"] for event in events if event["event"] == "step"]
@@ -90,7 +90,7 @@ async def until_trained(run: Path, num_steps: int, *, seconds: float = 120) -> N
 )
 def test_flags_that_do_not_fit_are_refused_in_a_line(arguments: Any, message: str) -> None:
     done = alone(*arguments)
-    assert done.exit_code == 1, done.output
+    assert done.returncode == 1, done.stdout + done.stderr
     assert re.match(rf"error: .*{message}", done.stderr), done.stderr
     assert done.stderr.count("\n") == 1
 
