@@ -1,5 +1,6 @@
-"""Packed against plain linear layers, by rows and threads, with the shapes of the sample model.
+"""Packed against plain linear layers, by rows and threads.
 
+The shapes are those of the sample model, and of a model with hidden size 2048.
 Each shape has as many weights as pass the caches, used in turn, as the layers of a model are.
 """
 
@@ -13,7 +14,8 @@ from torch import nn
 from benchmarks.report import Floor, at_least, median, parser, report
 from stagemesh.models.packed_linear import PackedLinear, can_pack, packable_dtypes
 
-_SHAPES = ((1536, 576), (576, 1536), (49152, 576))
+_SAMPLE = ((1536, 576), (576, 1536), (49152, 576))
+_LARGE = ((2048, 2048), (5632, 2048), (2048, 5632))
 _WEIGHT_BYTES = 10**8
 _CALLS = 30
 
@@ -38,11 +40,11 @@ def measure(shape: tuple[int, int], dtype: torch.dtype, threads: int, rounds: in
     """One row of the table per number of rows."""
     torch.set_num_threads(threads)
     out_features, in_features = shape
-    count = max(1, _WEIGHT_BYTES // (out_features * in_features * dtype.itemsize))
+    count = max(2, _WEIGHT_BYTES // (out_features * in_features * dtype.itemsize))
     plain = [nn.Linear(in_features, out_features, bias=False, dtype=dtype) for _ in range(count)]
     packed = [PackedLinear(layer) for layer in plain]
     rows = []
-    for num_rows in (1, 4, 8, 128):
+    for num_rows in (1, 2, 4, 8, 128):
         x = torch.randn(num_rows, in_features, dtype=dtype)
         theirs = microseconds(plain, x, rounds)
         ours = microseconds(packed, x, rounds)
@@ -67,7 +69,7 @@ def main() -> None:
         row
         for threads in (1, 2)
         for dtype in packable_dtypes()
-        for shape in _SHAPES
+        for shape in (*_SAMPLE, *_LARGE)
         for row in measure(shape, dtype, threads, arguments.rounds)
     ]
     few = [row["ratio"] for row in rows if row["rows"] <= 8]

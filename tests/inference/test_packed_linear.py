@@ -47,6 +47,23 @@ def test_rows_do_not_depend_on_each_other() -> None:
     torch.testing.assert_close(whole, single, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_of_large_weights(rows: int, has_bias: bool) -> None:
+    """Where the processor has AVX-512, up to three rows are multiplied more than once."""
+    torch.manual_seed(rows)
+    linear = nn.Linear(1001, 1003, bias=has_bias).requires_grad_(requires_grad=False)
+    x = torch.randn(rows, 1, 1001)
+    exact = linear.double()(x.double())
+    with torch.inference_mode():
+        packed = PackedLinear(linear.float())
+        got = packed(x)
+        together = packed(torch.cat([x, torch.ones(5, 1, 1001)]))[:rows]
+    assert got.shape == (rows, 1, 1003)
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, together, rtol=0, atol=1e-5)
+
+
 def test_only_plain_linears_of_known_dtypes_are_packed() -> None:
     class Special(nn.Linear):
         pass
