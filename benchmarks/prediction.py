@@ -3,7 +3,8 @@
 speed: four node daemons, two of two threads and two of one (the slowed ones), serve the sample
 model in several plans at once, all loaded; only one works at a time. Each round measures the nodes
 and links anew, predicts every plan from that, and decodes with every plan, one after the other, so
-that a ratio compares neighbours in time. One more plan is the planner's own choice.
+that a ratio compares neighbours in time. One more plan is the planner's own choice. It is compared
+with the fastest by all runs of its nodes and layers: where it is one of the others, by those too.
 
 memory: for the sample and two random checkpoints of other families, two stages each. The caches are
 filled by sequences of the full context, then the processes' resident memory is read.
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,8 +195,11 @@ async def run_speed(
         floors.append(at_most(f"{dtype} {name}: |predicted / measured - 1|", abs(ratio - 1), 0.25))
         first = median([there / here for there, here in firsts[name]])
         floors.append(at_most(f"{dtype} {name}: the same, first token", abs(first - 1), 0.5))
-    best = max(median(measured[name]) for name in measured)
-    share = median(measured[_CHOICE]) / best
+    by_shape: defaultdict[str, list[float]] = defaultdict(list)
+    for name, rates in measured.items():
+        by_shape[shapes[name]] += rates
+    best = max(median(rates) for rates in by_shape.values())
+    share = median(by_shape[shapes[_CHOICE]]) / best
     floors.append(at_least(f"{dtype} {_CHOICE} / the fastest measured", share, 0.9))
     return rows, floors
 

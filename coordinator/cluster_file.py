@@ -41,7 +41,7 @@ _NODE_KEYS = frozenset(
         "device",
     }
 )
-_LINK_KEYS = frozenset({"latency_ms", "gbit_per_second", "sum_us"})
+_LINK_KEYS = frozenset({"latency_ms", "gbit_per_second", "sum_us", "sum_slowdown"})
 _MAX_NODES = 100_000
 _DEFAULT_LAYER_OVERHEAD_US = 200
 _DEFAULT_STEP_OVERHEAD_US = 500
@@ -149,6 +149,7 @@ def _link(table: Any, where: str) -> LinkProfile:
         sum_seconds=_number(table, "sum_us", where, default=None) * 1e-6
         if "sum_us" in table
         else None,
+        sum_slowdown=_number(table, "sum_slowdown", where, default=1),
     )
 
 

@@ -176,6 +176,7 @@ def typical_link(links: Iterable[LinkProfile]) -> LinkProfile:
         bytes_per_second=median(link.bytes_per_second for link in known),
         sum_seconds=_median(link.sum_seconds for link in known),
         sum_bytes_per_second=_median(link.sum_bytes_per_second for link in known),
+        sum_slowdown=_median(link.sum_slowdown for link in known),
     )
 
 

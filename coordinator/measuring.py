@@ -1,6 +1,7 @@
 """Has nodes measured: the links among those that are new, and everything when someone asks.
 
-Probes of pairs that share a node never run at once, or they would share what each is to have alone.
+Probes of pairs that share a node, or a machine, never run at once: they would share what each is to
+have alone.
 """
 
 import asyncio
@@ -212,6 +213,7 @@ class Measurer:
             link,
             sum_seconds=max(reply.sum_seconds for reply in replies),
             sum_bytes_per_second=min(reply.bytes_per_second for reply in replies),
+            sum_slowdown=max(reply.slowdown for reply in replies),
         )
 
     async def _add_up(
@@ -230,21 +232,27 @@ class Measurer:
             ) from error
         finally:
             await channel.close()
-        if not (0 < reply.sum_seconds < math.inf and reply.bytes_per_second > 0):
+        is_finite = 0 < reply.sum_seconds < math.inf and 1 <= reply.slowdown < math.inf
+        if not (is_finite and reply.bytes_per_second > 0):
             raise ProtocolError(f"node {node.node_id} measured sums that are none: {reply}")
         return reply
 
 
 def disjoint(pairs: Sequence[Pair]) -> list[Pair]:
-    """As many of the pairs, first come, as have no node in common."""
+    """As many of the pairs, first come, as have no node and no machine in common."""
     taken: set[str] = set()
     chosen = []
     for source, target in pairs:
-        names = {target.node_id, "" if source is None else source.node_id}
+        names = {_place(target), "" if source is None else _place(source)}
         if not names & taken:
             taken |= names
             chosen.append((source, target))
     return chosen
+
+
+def _place(node: NodeInfo) -> str:
+    """Where it computes."""
+    return f"machine {node.machine_id}" if node.machine_id else f"node {node.node_id}"
 
 
 def _key(pair: Pair) -> tuple[str, str]:

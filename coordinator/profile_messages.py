@@ -94,6 +94,7 @@ def link_profile(link: profile_pb2.LinkProfile) -> LinkProfile:
             bytes_per_second=link.bytes_per_second,
             sum_seconds=link.sum_seconds or None,
             sum_bytes_per_second=link.sum_bytes_per_second or None,
+            sum_slowdown=link.sum_slowdown or None,
         )
     except ConfigError as error:
         raise ProtocolError(f"the link to {link.node_id}: {error}") from error
@@ -109,6 +110,7 @@ def cluster_link(source: str, target: str, link: LinkProfile) -> coordinator_pb2
             bytes_per_second=link.bytes_per_second,
             sum_seconds=link.sum_seconds or 0.0,
             sum_bytes_per_second=link.sum_bytes_per_second or 0.0,
+            sum_slowdown=link.sum_slowdown or 0.0,
         ),
     )
 

@@ -112,7 +112,7 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
     async def ProbeSums(  # noqa: N802
         self, request: profile_pb2.ProbeSumsRequest, context: Context
     ) -> profile_pb2.ProbeSumsReply:
-        """Add up with a peer that is asked for the same."""
+        """Share a stage for a moment with a peer that is asked for the same."""
         check_version(request.version, peer="the caller")
         seconds = _checked_seconds(request.timeout_seconds)
         try:
@@ -120,6 +120,7 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
                 await self._profiler.wait_idle()
                 times = await probe_sums(
                     self._comm,
+                    device=self._profiler.device,
                     # A name that no stage's group has.
                     group_id=f"probe/{request.group_id}",
                     rank=request.rank,
@@ -130,8 +131,15 @@ class ProfileServicer(profile_pb2_grpc.ProfileServiceServicer):
             raise NotReady(
                 f"node {self._node_id} could not add up with its peer within {seconds:g} s"
             ) from None
+        except (RuntimeError, MemoryError) as error:  # how a full device fails
+            raise CapacityExceeded(
+                f"node {self._node_id} could not run a trial stage on {self._profiler.device}: "
+                f"{error}"
+            ) from error
         return profile_pb2.ProbeSumsReply(
-            sum_seconds=times.sum_seconds, bytes_per_second=times.bytes_per_second
+            sum_seconds=times.sum_seconds,
+            bytes_per_second=times.bytes_per_second,
+            slowdown=times.slowdown,
         )
 
     async def Probe(  # noqa: N802

@@ -77,7 +77,7 @@ class Profiler:
         load: Callable[[], Load],
         max_weight_bytes: int = _MOST_WEIGHT_BYTES,
     ) -> None:
-        self._device = device
+        self.device = device
         self._compute = compute
         self._load = load
         self._max_weight_bytes = max_weight_bytes
@@ -108,7 +108,7 @@ class Profiler:
                 "profile stays"
             ) from None
         except (RuntimeError, MemoryError, UnsupportedModel) as error:  # how a full device fails
-            raise CapacityExceeded(f"measuring {self._device} failed: {error}") from error
+            raise CapacityExceeded(f"measuring {self.device} failed: {error}") from error
 
     async def wait_idle(self) -> None:
         """Return once no step was computed for a moment: at once when none was since last time."""
@@ -124,7 +124,7 @@ class Profiler:
         def turn() -> Turn:
             begun = time.perf_counter()
             if not kept:
-                kept.append(OtherMemory(self._device))
+                kept.append(OtherMemory(self.device))
             kept[0].read()
             return Turn(begun=begun, ended=time.perf_counter())
 
@@ -133,10 +133,10 @@ class Profiler:
 
     async def _measure(self) -> Profile:
         started = time.monotonic()
-        memory = read_memory(self._device)
+        memory = read_memory(self.device)
         share = int(memory.free_bytes * _MEMORY_SHARE)
         speed = SpeedMeasurement(
-            self._device,
+            self.device,
             weight_bytes=min(max(share, _LEAST_WEIGHT_BYTES), self._max_weight_bytes),
         )
         await self._run(speed.overhead_slices())

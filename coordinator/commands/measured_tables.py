@@ -57,7 +57,7 @@ def _memory_table(status: coordinator_pb2.ClusterStatus) -> Table:
 
 
 def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
-    table = titled_table("links", "from", "to", "one way", "rate", "sum of ranks")
+    table = titled_table("links", "from", "to", "one way", "rate", "sum of ranks", "at once")
     shown: set[frozenset[str]] = set()
     for each in status.links:
         ends = frozenset((each.source, each.link.node_id))
@@ -70,5 +70,6 @@ def _link_table(status: coordinator_pb2.ClusterStatus) -> Table:
             f"{1e6 * each.link.latency_seconds:.0f} us",
             f"{each.link.bytes_per_second / 1e6:.0f} MB/s",
             f"{1e6 * each.link.sum_seconds:.0f} us" if each.link.sum_seconds else "",
+            f"{each.link.sum_slowdown:.2f} x" if each.link.sum_slowdown else "",
         )
     return table

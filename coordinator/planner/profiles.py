@@ -76,6 +76,8 @@ class LinkProfile:
     """Of a small sum of two ranks that share a stage; None where only messages were measured."""
     sum_bytes_per_second: float | None = None
     """Of a large one."""
+    sum_slowdown: float | None = None
+    """How many times longer the two read weights when both do at once."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_seconds < float("inf") or not self.bytes_per_second > 0:
@@ -88,11 +90,18 @@ class LinkProfile:
                 f"a link needs sum_seconds of 0 or more and sum_bytes_per_second above 0, got "
                 f"{self.sum_seconds} and {self.sum_bytes_per_second}"
             )
+        if not 1 <= self.slowdown < float("inf"):
+            raise ConfigError(f"a link's sum_slowdown is 1 or more, got {self.sum_slowdown}")
 
     @property
     def sum_latency(self) -> float:
         """Seconds of a small sum: as measured, or of the message that it would take."""
         return self.latency_seconds if self.sum_seconds is None else self.sum_seconds
+
+    @property
+    def slowdown(self) -> float:
+        """Of two nodes that read weights at once; 1 where it was not measured."""
+        return 1.0 if self.sum_slowdown is None else self.sum_slowdown
 
     @property
     def sum_rate(self) -> float:

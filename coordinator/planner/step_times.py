@@ -6,17 +6,19 @@ and c/C of the MLP (all of both when it is alone):
     step overhead + n * layer overhead
     + max over ranks of max(attention bytes / stream rate, attention FLOPs / FLOP rate)
     + max over ranks of max(MLP bytes / stream rate, MLP FLOPs / FLOP rate)
-    + 2 n all-reduces of rows * hidden                      with several ranks
+    + exchanges of rows * hidden                            with several ranks
     + the head, divided evenly over the ranks               on the last stage
 
 Reading and computing overlap, so each part takes the larger of the two: the roofline model
 (Williams, Waterman, Patterson 2009). Attention bytes include the keys and values of the tokens so
 far. Ranks meet after the attention and after the MLP of each layer (Megatron-LM, Shoeybi et al.
-2019), hence two maxima and two all-reduces. An all-reduce of B bytes over R ranks is what
+2019), hence two maxima and two all-reduces a layer; the first stage has one more for the tokens'
+rows, the last one for their draw. An all-reduce of B bytes over R ranks is what
 `stagemesh.comm.direct_group` does: of two ranks, or of few bytes, one exchange of all of it,
 latency + (R-1) B / rate; else one of pieces and one of their sums, 2 (latency + (R-1) B/R / rate).
 Latency and rate are those of sums where they were measured, of messages elsewhere. Ranks of one
-machine with more threads together than it has cores compute so many times slower (`together`). A
+machine with more threads together than it has cores compute so many times slower, and such as read
+weights slower together than alone read them as they were measured together (`together`). A
 message takes latency + bytes / rate (Hockney 1994); only the second part occupies the link.
 """
 
@@ -89,6 +91,8 @@ class StageWork:
     head_bytes: Floats
     head_flops: Floats
     num_layers: Floats
+    num_exchanges: Floats
+    """Of several ranks: how often they add up or tell each other."""
     message_bytes: float
     """One activation of the step."""
 
@@ -110,6 +114,7 @@ def stage_work(model: ModelCost, spans: Spans, shape: StepShape) -> StageWork:
         head_bytes=last * model.head_bytes,
         head_flops=last * (shape.head_rows * model.head_flops()),
         num_layers=layers,
+        num_exchanges=2 * layers + spans.is_first + last,
         message_bytes=message_bytes(model, rows=shape.rows),
     )
 
@@ -144,10 +149,11 @@ def common_seconds(
         ]
     )
     per_layer = max(n.layer_overhead_seconds for n in nodes)
-    if rank_link is not None:
-        exchange = all_reduce_seconds(rank_link, work.message_bytes, num_ranks=len(nodes))
-        per_layer += 2 * exchange
-    return head + work.num_layers * per_layer + max(n.step_overhead_seconds for n in nodes)
+    seconds = head + work.num_layers * per_layer + max(n.step_overhead_seconds for n in nodes)
+    if rank_link is None:
+        return seconds
+    exchange = all_reduce_seconds(rank_link, work.message_bytes, num_ranks=len(nodes))
+    return seconds + work.num_exchanges * exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,15 +240,23 @@ def worst_link(cluster: ClusterProfile, node_ids: Sequence[str]) -> LinkProfile 
         bytes_per_second=min(link.bytes_per_second for link in links),
         sum_seconds=max(link.sum_latency for link in links),
         sum_bytes_per_second=min(link.sum_rate for link in links),
+        sum_slowdown=max(link.slowdown for link in links),
     )
 
 
-def together(nodes: Sequence[NodeProfile]) -> tuple[NodeProfile, ...]:
+def together(
+    nodes: Sequence[NodeProfile], rank_link: LinkProfile | None
+) -> tuple[NodeProfile, ...]:
     """Nodes as fast as they are when all of them compute at once.
 
     Each was measured alone. On a machine where they have more threads together than it has cores,
-    each gets its part of these.
+    each gets its part of these. How they share its memory was measured with the link.
+
+    Args:
+        nodes: by rank.
+        rank_link: the worst among them; None for a single one.
     """
+    slowdown = 1.0 if rank_link is None else rank_link.slowdown
     threads: Counter[str] = Counter()
     for node in nodes:
         threads[node.machine_id] += node.num_threads if node.device == "cpu" else 0
@@ -250,14 +264,18 @@ def together(nodes: Sequence[NodeProfile]) -> tuple[NodeProfile, ...]:
     for node in nodes:
         is_shared = node.machine_id and node.num_cores and node.device == "cpu"
         factor = threads[node.machine_id] / node.num_cores if is_shared else 1.0
-        result.append(_slowed(node, factor) if factor > 1 else node)
+        factor = max(factor, 1.0)
+        result.append(_slowed(node, factor, max(factor, slowdown)))
     return tuple(result)
 
 
-def _slowed(node: NodeProfile, factor: float) -> NodeProfile:
+def _slowed(node: NodeProfile, factor: float, reading: float) -> NodeProfile:
+    """A node that computes so many times slower, and reads weights so many times."""
+    if reading == 1:
+        return node
     return replace(
         node,
-        stream_bytes_per_second={d: r / factor for d, r in node.stream_bytes_per_second.items()},
+        stream_bytes_per_second={d: r / reading for d, r in node.stream_bytes_per_second.items()},
         flops_per_second={d: r / factor for d, r in node.flops_per_second.items()},
         layer_overhead_seconds=node.layer_overhead_seconds * factor,
         step_overhead_seconds=node.step_overhead_seconds * factor,

@@ -109,8 +109,8 @@ class TimeModel:
     def _stage(self, stage: StagePlan, shape: StepShape) -> float:
         model, ranks, dtype = self._model, stage.ranks, self._model.dtype
         work = stage_work(model, self._spans.one(stage.start_layer, stage.end_layer), shape)
-        nodes = together([self._nodes[rank.node_id] for rank in ranks])
         link = worst_link(self._cluster, stage.node_ids)
+        nodes = together([self._nodes[rank.node_id] for rank in ranks], link)
         attention = attention_shares(
             model, [rank.kv_groups for rank in ranks], [rank.query_heads for rank in ranks]
         )

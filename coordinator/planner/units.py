@@ -139,14 +139,15 @@ class UnitCosts:
         key = self._key(unit, shape)
         if key not in self._shared:
             nodes = [self.node(i) for i in unit]
+            link = worst_link(self.cluster, [node.node_id for node in nodes])
             self._shared[key] = best_shares(
                 self.model,
-                together(nodes),
+                together(nodes, link),
                 spans=self._shapes.spans,
                 shape=shape,
                 workload=self.workload,
                 streams=self.streams,
-                rank_link=worst_link(self.cluster, [node.node_id for node in nodes]),
+                rank_link=link,
             )
         return self._shared[key]
 

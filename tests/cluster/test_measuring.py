@@ -72,6 +72,7 @@ async def test_nodes_are_measured_and_the_planner_places(tmp_path: Path) -> None
             is_ranks = link.source != "coordinator"
             assert (0 < link.link.sum_seconds < 1) == is_ranks
             assert (link.link.sum_bytes_per_second > 0) == is_ranks
+            assert (link.link.sum_slowdown >= 1) == is_ranks
         # A model this small is fastest on one node, and the other hears why.
         (deployment,) = status.deployments
         assert len(deployment.stages) == 1

@@ -27,7 +27,7 @@ from stagemesh.rpc.v1 import common_pb2 as stagemesh_dot_rpc_dot_v1_dot_common__
 from stagemesh.rpc.v1 import tensor_pb2 as stagemesh_dot_rpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estagemesh/rpc/v1/profile.proto\x12\x10stagemesh.rpc.v1\x1a\x1bstagemesh/rpc/v1/comm.proto\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1dstagemesh/rpc/v1/tensor.proto\"V\n\nDtypeRates\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x1f\n\x17stream_bytes_per_second\x18\x02 \x01(\x01\x12\x18\n\x10\x66lops_per_second\x18\x03 \x01(\x01\"\x91\x02\n\x0bNodeProfile\x12+\n\x05rates\x18\x01 \x03(\x0b\x32\x1c.stagemesh.rpc.v1.DtypeRates\x12\x1e\n\x16layer_overhead_seconds\x18\x02 \x01(\x01\x12\x1d\n\x15step_overhead_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12memory_total_bytes\x18\x04 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x06 \x01(\x04\x12\x15\n\rprocess_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fmeasure_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bmeasured_at\x18\t \x01(\x01\"\xa8\x01\n\x0bLinkProfile\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0flatency_seconds\x18\x02 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\x12\x13\n\x0bmeasured_at\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x13\n\x0bsum_seconds\x18\x06 \x01(\x01\x12\x1c\n\x14sum_bytes_per_second\x18\x07 \x01(\x01\"v\n\x0eMeasureRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x17\n\x0fmax_age_seconds\x18\x02 \x01(\x01\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"-\n\tProbePeer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xb8\x01\n\x11ProbePeersRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12*\n\x05peers\x18\x02 \x03(\x0b\x32\x1b.stagemesh.rpc.v1.ProbePeer\x12\x17\n\x0fmax_age_seconds\x18\x03 \x01(\x01\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x11\n\tmax_bytes\x18\x05 \x01(\x04\"?\n\x0fProbePeersReply\x12,\n\x05links\x18\x01 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.LinkProfile\"\xaf\x01\n\x10ProbeSumsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12.\n\x07members\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x17\n\x0ftimeout_seconds\x18\x05 \x01(\x01\"?\n\x0eProbeSumsReply\x12\x13\n\x0bsum_seconds\x18\x01 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\"l\n\nProbeFrame\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"J\n\x08ProbeAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cturn_seconds\x18\x03 \x01(\x01\x32\xcc\x02\n\x0eProfileService\x12J\n\x07Measure\x12 .stagemesh.rpc.v1.MeasureRequest\x1a\x1d.stagemesh.rpc.v1.NodeProfile\x12T\n\nProbePeers\x12#.stagemesh.rpc.v1.ProbePeersRequest\x1a!.stagemesh.rpc.v1.ProbePeersReply\x12\x45\n\x05Probe\x12\x1c.stagemesh.rpc.v1.ProbeFrame\x1a\x1a.stagemesh.rpc.v1.ProbeAck(\x01\x30\x01\x12Q\n\tProbeSums\x12\".stagemesh.rpc.v1.ProbeSumsRequest\x1a .stagemesh.rpc.v1.ProbeSumsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estagemesh/rpc/v1/profile.proto\x12\x10stagemesh.rpc.v1\x1a\x1bstagemesh/rpc/v1/comm.proto\x1a\x1dstagemesh/rpc/v1/common.proto\x1a\x1dstagemesh/rpc/v1/tensor.proto\"V\n\nDtypeRates\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x1f\n\x17stream_bytes_per_second\x18\x02 \x01(\x01\x12\x18\n\x10\x66lops_per_second\x18\x03 \x01(\x01\"\x91\x02\n\x0bNodeProfile\x12+\n\x05rates\x18\x01 \x03(\x0b\x32\x1c.stagemesh.rpc.v1.DtypeRates\x12\x1e\n\x16layer_overhead_seconds\x18\x02 \x01(\x01\x12\x1d\n\x15step_overhead_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12memory_total_bytes\x18\x04 \x01(\x04\x12\x19\n\x11memory_free_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12memory_limit_bytes\x18\x06 \x01(\x04\x12\x15\n\rprocess_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fmeasure_seconds\x18\x08 \x01(\x01\x12\x13\n\x0bmeasured_at\x18\t \x01(\x01\"\xbe\x01\n\x0bLinkProfile\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x17\n\x0flatency_seconds\x18\x02 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x03 \x01(\x01\x12\x13\n\x0bmeasured_at\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x13\n\x0bsum_seconds\x18\x06 \x01(\x01\x12\x1c\n\x14sum_bytes_per_second\x18\x07 \x01(\x01\x12\x14\n\x0csum_slowdown\x18\x08 \x01(\x01\"v\n\x0eMeasureRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x17\n\x0fmax_age_seconds\x18\x02 \x01(\x01\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"-\n\tProbePeer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xb8\x01\n\x11ProbePeersRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12*\n\x05peers\x18\x02 \x03(\x0b\x32\x1b.stagemesh.rpc.v1.ProbePeer\x12\x17\n\x0fmax_age_seconds\x18\x03 \x01(\x01\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x11\n\tmax_bytes\x18\x05 \x01(\x04\"?\n\x0fProbePeersReply\x12,\n\x05links\x18\x01 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.LinkProfile\"\xaf\x01\n\x10ProbeSumsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12.\n\x07members\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.GroupMember\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x17\n\x0ftimeout_seconds\x18\x05 \x01(\x01\"Q\n\x0eProbeSumsReply\x12\x13\n\x0bsum_seconds\x18\x01 \x01(\x01\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\x12\x10\n\x08slowdown\x18\x03 \x01(\x01\"l\n\nProbeFrame\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.TensorPart\"J\n\x08ProbeAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cturn_seconds\x18\x03 \x01(\x01\x32\xcc\x02\n\x0eProfileService\x12J\n\x07Measure\x12 .stagemesh.rpc.v1.MeasureRequest\x1a\x1d.stagemesh.rpc.v1.NodeProfile\x12T\n\nProbePeers\x12#.stagemesh.rpc.v1.ProbePeersRequest\x1a!.stagemesh.rpc.v1.ProbePeersReply\x12\x45\n\x05Probe\x12\x1c.stagemesh.rpc.v1.ProbeFrame\x1a\x1a.stagemesh.rpc.v1.ProbeAck(\x01\x30\x01\x12Q\n\tProbeSums\x12\".stagemesh.rpc.v1.ProbeSumsRequest\x1a .stagemesh.rpc.v1.ProbeSumsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,23 +39,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEPROFILE']._serialized_start=232
   _globals['_NODEPROFILE']._serialized_end=505
   _globals['_LINKPROFILE']._serialized_start=508
-  _globals['_LINKPROFILE']._serialized_end=676
-  _globals['_MEASUREREQUEST']._serialized_start=678
-  _globals['_MEASUREREQUEST']._serialized_end=796
-  _globals['_PROBEPEER']._serialized_start=798
-  _globals['_PROBEPEER']._serialized_end=843
-  _globals['_PROBEPEERSREQUEST']._serialized_start=846
-  _globals['_PROBEPEERSREQUEST']._serialized_end=1030
-  _globals['_PROBEPEERSREPLY']._serialized_start=1032
-  _globals['_PROBEPEERSREPLY']._serialized_end=1095
-  _globals['_PROBESUMSREQUEST']._serialized_start=1098
-  _globals['_PROBESUMSREQUEST']._serialized_end=1273
-  _globals['_PROBESUMSREPLY']._serialized_start=1275
-  _globals['_PROBESUMSREPLY']._serialized_end=1338
-  _globals['_PROBEFRAME']._serialized_start=1340
-  _globals['_PROBEFRAME']._serialized_end=1448
-  _globals['_PROBEACK']._serialized_start=1450
-  _globals['_PROBEACK']._serialized_end=1524
-  _globals['_PROFILESERVICE']._serialized_start=1527
-  _globals['_PROFILESERVICE']._serialized_end=1859
+  _globals['_LINKPROFILE']._serialized_end=698
+  _globals['_MEASUREREQUEST']._serialized_start=700
+  _globals['_MEASUREREQUEST']._serialized_end=818
+  _globals['_PROBEPEER']._serialized_start=820
+  _globals['_PROBEPEER']._serialized_end=865
+  _globals['_PROBEPEERSREQUEST']._serialized_start=868
+  _globals['_PROBEPEERSREQUEST']._serialized_end=1052
+  _globals['_PROBEPEERSREPLY']._serialized_start=1054
+  _globals['_PROBEPEERSREPLY']._serialized_end=1117
+  _globals['_PROBESUMSREQUEST']._serialized_start=1120
+  _globals['_PROBESUMSREQUEST']._serialized_end=1295
+  _globals['_PROBESUMSREPLY']._serialized_start=1297
+  _globals['_PROBESUMSREPLY']._serialized_end=1378
+  _globals['_PROBEFRAME']._serialized_start=1380
+  _globals['_PROBEFRAME']._serialized_end=1488
+  _globals['_PROBEACK']._serialized_start=1490
+  _globals['_PROBEACK']._serialized_end=1564
+  _globals['_PROFILESERVICE']._serialized_start=1567
+  _globals['_PROFILESERVICE']._serialized_end=1899
 # @@protoc_insertion_point(module_scope)

@@ -109,6 +109,7 @@ class LinkProfile(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     SUM_SECONDS_FIELD_NUMBER: _builtins.int
     SUM_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SUM_SLOWDOWN_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     latency_seconds: _builtins.float
     """One way, for a small message."""
@@ -120,6 +121,8 @@ class LinkProfile(_message.Message):
     sum_seconds: _builtins.float
     """Sums of two ranks of a stage that these nodes would be; 0 when not measured."""
     sum_bytes_per_second: _builtins.float
+    sum_slowdown: _builtins.float
+    """How many times longer these nodes read weights when both do at once; 0 when not measured."""
     def __init__(
         self,
         *,
@@ -130,10 +133,11 @@ class LinkProfile(_message.Message):
         error: _builtins.str = ...,
         sum_seconds: _builtins.float = ...,
         sum_bytes_per_second: _builtins.float = ...,
+        sum_slowdown: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "error", b"error", "latency_seconds", b"latency_seconds", "measured_at", b"measured_at", "node_id", b"node_id", "sum_bytes_per_second", b"sum_bytes_per_second", "sum_seconds", b"sum_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "error", b"error", "latency_seconds", b"latency_seconds", "measured_at", b"measured_at", "node_id", b"node_id", "sum_bytes_per_second", b"sum_bytes_per_second", "sum_seconds", b"sum_seconds", "sum_slowdown", b"sum_slowdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,18 +292,22 @@ class ProbeSumsReply(_message.Message):
 
     SUM_SECONDS_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
     sum_seconds: _builtins.float
-    """One sum of a small tensor, and what each byte of a large one adds."""
+    """What one sum of a small tensor adds to a step, and what each byte of a large one adds."""
     bytes_per_second: _builtins.float
+    slowdown: _builtins.float
+    """How many times longer the two read weights when both do at once; at least 1."""
     def __init__(
         self,
         *,
         sum_seconds: _builtins.float = ...,
         bytes_per_second: _builtins.float = ...,
+        slowdown: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "sum_seconds", b"sum_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "slowdown", b"slowdown", "sum_seconds", b"sum_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

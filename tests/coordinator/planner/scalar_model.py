@@ -68,9 +68,14 @@ def stage_time(
     mlp_flops = rows * 2 * mlp / 4
     head = model.head_bytes if is_last else 0
 
+    names = [n.node_id for n, _, _ in ranks]
+    links = [cluster.link(a, b) for a in names for b in names if a != b]
+    slowdown = max((link.sum_slowdown or 1.0 for link in links), default=1.0)
+
     def seconds(node: NodeProfile, num_bytes: float, flops: float) -> float:
         return max(
-            num_bytes / node.stream_bytes_per_second[DTYPE], flops / node.flops_per_second[DTYPE]
+            num_bytes / (node.stream_bytes_per_second[DTYPE] / slowdown),
+            flops / node.flops_per_second[DTYPE],
         )
 
     total = max(n.step_overhead_seconds for n, _, _ in ranks)
@@ -86,17 +91,16 @@ def stage_time(
     size = len(ranks)
     total += max(seconds(n, head / size, rows * head / 2 / size) for n, _, _ in ranks)
     if size > 1:
-        names = [n.node_id for n, _, _ in ranks]
-        links = [cluster.link(a, b) for a in names for b in names if a != b]
         seconds_of = [(link.sum_seconds, link.sum_bytes_per_second) for link in links]
         pairs = zip(seconds_of, links, strict=True)
         told = [(s or link.latency_seconds, r or link.bytes_per_second) for (s, r), link in pairs]
         latency, rate = max(s for s, _ in told), min(r for _, r in told)
+        exchanges = 2 * count + (start == 0) + is_last
         others = (size - 1) * rows * model.hidden_size * 4
         if size == 2 or others <= 256 * 1024:
-            total += 2 * count * (latency + others / rate)
+            total += exchanges * (latency + others / rate)
         else:
-            total += 2 * count * 2 * (latency + others / size / rate)
+            total += exchanges * 2 * (latency + others / size / rate)
     return total
 
 
@@ -307,6 +311,7 @@ def random_cluster(rng: random.Random, *, num_nodes: int, total_bytes: int) -> C
             bytes_per_second=rng.uniform(1e5, 1e7),
             sum_seconds=sums.choice([None, sums.uniform(1e-5, 5e-3)]),
             sum_bytes_per_second=sums.choice([None, sums.uniform(1e5, 1e7)]),
+            sum_slowdown=sums.choice([None, sums.uniform(1, 2)]),
         )
         for a, b in permutations(names, 2)
         if rng.random() < 0.3

@@ -67,7 +67,9 @@ def test_sums_are_priced_as_measured_and_not_as_messages() -> None:
     assert ranks_of(quick) == [2]
     alone = plan(cluster(SUMS), max_stages=1, tp_degrees=(1,)).objective_value
     # Both ways are through the coordinator, a message each.
-    shared = 2e-3 + 10 * (0.5e-3 + 2 * (2e-5 + 8 * 4 / 1e9))
+    one_sum = 2e-5 + 8 * 4 / 1e9
+    # Two in each layer, one of the first rows, and the draw.
+    shared = 2e-3 + 10 * 0.5e-3 + (2 * 10 + 2) * one_sum
     assert quick.objective_value == pytest.approx(shared, rel=1e-3)
     assert alone == pytest.approx(2e-3 + 10e-3, rel=1e-3)
 
@@ -86,6 +88,26 @@ def test_values_of_sums_that_make_no_sense_are_refused() -> None:
     for fields in ({"sum_seconds": -1.0}, {"sum_bytes_per_second": 0.0}):
         with pytest.raises(ConfigError, match="sum_seconds of 0 or more"):
             replace(MESSAGES, **fields)
+    for slowdown in (0.9, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="sum_slowdown is 1 or more"):
+            replace(MESSAGES, sum_slowdown=slowdown)
+
+
+def test_ranks_that_share_memory_read_as_slowly_as_they_did_together() -> None:
+    """Then a stage is not shared that would be, were each rank as fast as alone."""
+    slow = replace(SUMS, sum_slowdown=1.5)
+    shared = plan(cluster(slow), max_stages=1, tp_degrees=(2,))
+    one_sum = 2e-5 + 8 * 4 / 1e9
+    expected = 2e-3 + 10 * 1.5 * 0.5e-3 + (2 * 10 + 2) * one_sum
+    assert shared.objective_value == pytest.approx(expected, rel=1e-3)
+    assert ranks_of(plan(cluster(slow))) == [2]
+    assert ranks_of(plan(cluster(replace(SUMS, sum_slowdown=2.0)))) == [1]
+    # It is of reading weights: what is computed, and what a step takes besides, stay as they are.
+    a, b = cluster(slow).nodes
+    for before, after in zip((a, b), together((a, b), slow), strict=True):
+        assert after.stream_bytes_per_second == {"float32": 1e9 / 1.5}
+        assert replace(after, stream_bytes_per_second=before.stream_bytes_per_second) == before
+
 
 
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 2, 4), (64, 8, 16), (9, 3, 4)])
@@ -129,7 +151,7 @@ def test_nodes_of_one_machine_that_compute_at_once_share_its_cores() -> None:
         node("a", machine_id="m", num_threads=2, **own),
         node("b", machine_id="m", num_threads=2, **own),
     ]
-    for before, after in zip(both, together(both), strict=True):
+    for before, after in zip(both, together(both, None), strict=True):
         assert after.stream_bytes_per_second["float32"] == 0.5e9
         assert after.flops_per_second["float32"] == 0.5e12
         assert after.layer_overhead_seconds == 2 * before.layer_overhead_seconds
@@ -143,7 +165,7 @@ def test_nodes_of_one_machine_that_compute_at_once_share_its_cores() -> None:
         [replace(n, num_cores=0) for n in both],
         [replace(n, device="cuda:0") for n in both],
     ):
-        assert list(together(nodes)) == nodes
+        assert list(together(nodes, MESSAGES)) == nodes
 
 
 def test_a_stage_is_not_shared_by_nodes_that_only_share_cores() -> None:
