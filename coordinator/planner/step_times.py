@@ -11,15 +11,16 @@ and c/C of the MLP (all of both when it is alone):
 
 Reading and computing overlap, so each part takes the larger of the two: the roofline model
 (Williams, Waterman, Patterson 2009). Attention bytes include the keys and values of the tokens so
-far. Ranks meet after the attention and after the MLP of each layer (Megatron-LM, Shoeybi et al.
-2019), hence two maxima and two all-reduces a layer; the first stage has one more for the tokens'
-rows, the last one for their draw. An all-reduce of B bytes over R ranks is what
-`stagemesh.comm.direct_group` does: of two ranks, or of few bytes, one exchange of all of it,
-latency + (R-1) B / rate; else one of pieces and one of their sums, 2 (latency + (R-1) B/R / rate).
-Latency and rate are those of sums where they were measured, of messages elsewhere. Ranks of one
-machine with more threads together than it has cores compute so many times slower, and such as read
-weights slower together than alone read them as they were measured together (`together`). A
-message takes latency + bytes / rate (Hockney 1994); only the second part occupies the link.
+far, and what each rank reads whole. Ranks meet after the attention and after the MLP of each layer
+(Megatron-LM, Shoeybi et al. 2019), hence two maxima and two all-reduces a layer; the first stage
+has one more for the tokens' rows, the last one for their draw. An all-reduce of B bytes over R
+ranks is what `stagemesh.comm.direct_group` does: of two ranks, or of few bytes, one exchange of all
+of it, latency + (R-1) B / rate; else one of pieces and one of their sums,
+2 (latency + (R-1) B/R / rate). Latency and rate are those of sums where they were measured, of
+messages elsewhere. On one machine ranks with more threads together than it has cores compute so
+many times slower, and read weights as much slower as two nodes were measured to do at once
+(`together`). A message takes latency + bytes / rate (Hockney 1994); only the second part occupies
+the link.
 """
 
 from collections import Counter
@@ -80,6 +81,8 @@ def prefill_shape(workload: Workload) -> StepShape:
 class StageWork:
     """Bytes and FLOPs of a step on each of some spans, before shares divide them."""
 
+    rest_bytes: Floats
+    """What every rank reads whole: norms, latent projections."""
     attention_bytes: Floats
     attention_flops: Floats
     kv_bytes: Floats
@@ -105,7 +108,8 @@ def stage_work(model: ModelCost, spans: Spans, shape: StepShape) -> StageWork:
     visited = model.experts_per_token / model.num_experts
     mlp, last = spans.mlp_bytes.astype(np.float64), spans.is_last.astype(np.float64)
     return StageWork(
-        attention_bytes=(spans.attention_bytes + spans.rest_bytes).astype(np.float64),
+        rest_bytes=spans.rest_bytes.astype(np.float64),
+        attention_bytes=spans.attention_bytes.astype(np.float64),
         attention_flops=2.0 * shape.rows * spans.attention_elements.astype(np.float64),
         kv_bytes=kv,
         score_flops=shape.rows * scores,
@@ -194,7 +198,9 @@ def attention_seconds(
         [
             roofline_seconds(
                 n,
-                work.attention_bytes * share.weights + work.kv_bytes * share.cache,
+                work.rest_bytes
+                + work.attention_bytes * share.weights
+                + work.kv_bytes * share.cache,
                 work.attention_flops * share.weights + work.score_flops * share.scores,
                 dtype=dtype,
             )

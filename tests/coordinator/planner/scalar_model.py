@@ -58,10 +58,12 @@ def stage_time(
     layers, count = range(start, end), end - start
     context = (work.prompt_tokens + work.max_context_tokens) / 2
     is_last = end == model.num_layers
-    attention = sum(model.layer_bytes[i] - model.mlp_bytes[i] for i in layers)
-    attention += (model.norm_bytes if is_last else 0) + (
-        count * model.kv_bytes_per_token_layer * context * rows
+    whole = sum(
+        model.layer_bytes[i] - model.mlp_bytes[i] - model.attention_bytes[i] for i in layers
     )
+    whole += model.norm_bytes if is_last else 0
+    attention = sum(model.attention_bytes[i] for i in layers)
+    attention += count * model.kv_bytes_per_token_layer * context * rows
     scores = 4 * model.num_heads * model.head_dim * context
     attention_flops = rows * sum(2 * model.attention_bytes[i] / 4 + scores for i in layers)
     mlp = sum(model.mlp_bytes[i] for i in layers)
@@ -81,7 +83,7 @@ def stage_time(
     total = max(n.step_overhead_seconds for n, _, _ in ranks)
     total += count * max(n.layer_overhead_seconds for n, _, _ in ranks)
     total += max(
-        seconds(n, attention * g / model.kv_groups, attention_flops * g / model.kv_groups)
+        seconds(n, whole + attention * g / model.kv_groups, attention_flops * g / model.kv_groups)
         for n, g, _ in ranks
     )
     total += max(

@@ -109,7 +109,6 @@ def test_ranks_that_share_memory_read_as_slowly_as_they_did_together() -> None:
         assert replace(after, stream_bytes_per_second=before.stream_bytes_per_second) == before
 
 
-
 @pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 2, 4), (64, 8, 16), (9, 3, 4)])
 def test_copies_of_kv_heads_are_counted_as_they_are_loaded(
     heads: int, groups: int, ranks: int
