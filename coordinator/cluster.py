@@ -158,7 +158,7 @@ class Cluster:
         return Membership(
             nodes=self.registry.ready_nodes(),
             seconds_since_join=time.monotonic() - self._joined_at,
-            is_measuring=self.measurer.is_pending(),
+            measuring=self.measurer.pending(),
         )
 
     async def _expire(self) -> None:

@@ -54,8 +54,8 @@ class Membership:
     """Nodes that can take work."""
     seconds_since_join: float
     """Since the last one joined."""
-    is_measuring: bool = False
-    """Profiles of nodes or links are still to come."""
+    measuring: str = ""
+    """Nodes and links that are still to be measured."""
 
 
 class Deployment:
@@ -171,7 +171,7 @@ class Deployment:
             seconds_since_join=membership.seconds_since_join,
             settle_seconds=self._limits.settle_seconds,
             failed_with=self._failed_with,
-            is_measuring=membership.is_measuring and self.config.is_planned,
+            measuring=membership.measuring if self.config.is_planned else "",
             measure_seconds=self._limits.measure_seconds,
         )
         match decide(view):
@@ -185,6 +185,10 @@ class Deployment:
                 return 0.0
             # Work that has ended but still frees its memory tells when it is through.
             case Place(nodes) if self._work is None:
+                if view.measuring:
+                    logger.warning(
+                        "%s is placed before these are measured: %s", self.name, view.measuring
+                    )
                 await self._place(nodes)
         return None
 

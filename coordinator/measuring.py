@@ -65,10 +65,11 @@ class Measurer:
         """Nodes or profiles have changed: links may be missing."""
         self._wake.set()
 
-    def is_pending(self) -> bool:
-        """Whether a node's profile or a link is still to come."""
-        nodes = [n for n in self._nodes() if n.will_measure]
-        return bool(self._missing()) or any(self._measurements.node(n) is None for n in nodes)
+    def pending(self) -> str:
+        """Profiles and links that are still to come, for a person; empty when all are there."""
+        nodes = [n.node_id for n in self._nodes() if n.will_measure and not self._is_measured(n)]
+        links = len(self._missing())
+        return ", ".join([*nodes, *([f"{links} link{'s' * (links > 1)}"] if links else [])])
 
     async def run(self) -> None:
         """Measure missing links whenever there are any, until cancelled."""
@@ -117,9 +118,12 @@ class Measurer:
         finally:
             await channel.close()
 
+    def _is_measured(self, node: NodeInfo) -> bool:
+        return self._measurements.node(node) is not None
+
     def _missing(self) -> list[Pair]:
         """Links to measure; one that failed is left alone for a while."""
-        measured = [n for n in self._nodes() if self._measurements.node(n) is not None]
+        measured = [n for n in self._nodes() if self._is_measured(n)]
         now = time.monotonic()
         return [
             pair

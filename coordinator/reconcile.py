@@ -36,8 +36,8 @@ class DeploymentView:
     """Without `min_nodes`, the first placement waits until no node joined for so long."""
     failed_with: frozenset[str]
     """Start ids of the nodes present when the last attempt failed for a reason of its own."""
-    is_measuring: bool = False
-    """Profiles that the placement would go by are still to come."""
+    measuring: str = ""
+    """Profiles and links that the placement would go by and that are still to come."""
     measure_seconds: float = 0.0
     """How long the first placement waits for them, since the last node joined."""
 
@@ -99,6 +99,7 @@ def _first_step(view: DeploymentView) -> Action:
         if view.min_nodes is None and left > 0:
             return Wait(f"{count} nodes are registered; waiting a moment for more", seconds=left)
         left = view.measure_seconds - view.seconds_since_join
-        if view.is_measuring and left > 0:
-            return Wait(f"measuring {count} nodes", seconds=left)
+        if view.measuring and left > 0:
+            most = f"for {view.measure_seconds:g} s at most"
+            return Wait(f"waiting {most} until these are measured: {view.measuring}", seconds=left)
     return Place(tuple(sorted(view.nodes, key=lambda node: node.node_id)))

@@ -134,9 +134,11 @@ class MessageGroup:
         """Send a tensor to a rank. Its memory may be reused when this returns. Moves N."""
         self._check_peer(dst, tag, name="dst")
         check_sendable(tensor)
+        operation = f"send to {self._runner.names.of(dst)}"
+        self._runner.check_usable(operation)
         waiting = WaitingRanks()
         work = self._engine.send(tensor, peer=dst, tag=tag, waiting=waiting)
-        await self._run_message(f"send to {self._runner.names.of(dst)}", work, waiting, timeout)
+        await self._run_message(operation, work, waiting, timeout)
 
     async def recv(
         self,
@@ -233,6 +235,7 @@ class MessageGroup:
         self._check_peer(src, tag, name="src")
         who = "any rank" if src is None else self._runner.names.of(src)
         operation = f"recv from {who}"
+        self._runner.check_usable(operation)
         waiting = WaitingRanks()
         work = self._engine.receive(peer=src, tag=tag, waiting=waiting)
         source, tensor = await self._run_message(operation, work, waiting, timeout)
@@ -255,7 +258,6 @@ class MessageGroup:
         return await run(operation, work, waiting=waiting, timeout=timeout)
 
     def _check_peer(self, peer: int | None, tag: int, *, name: str) -> None:
-        self._runner.check_usable()
         if peer is None and self.size == 1:
             raise ConfigError("a group of one rank has nobody to receive from")
         if peer is not None and (not 0 <= peer < self.size or peer == self.rank):
@@ -275,7 +277,7 @@ class MessageGroup:
         has_free_dim: bool = False,
     ) -> CollectiveCall:
         """A collective takes its place in the order of the calls."""
-        self._runner.check_usable()
+        self._runner.check_usable(operation)
         spec = TensorSpec.of(called_with) if isinstance(called_with, torch.Tensor) else called_with
         sequence = self._runner.next_sequence()
         envelope = Envelope(

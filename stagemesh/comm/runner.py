@@ -52,13 +52,16 @@ class OperationRunner:
         """Whether `check_usable` raises."""
         return bool(self._broken) or self.transport.mailbox.aborted.is_set()
 
-    def check_usable(self) -> None:
+    def check_usable(self, operation: str) -> None:
         """Refuse an operation of a group that is over.
 
         Raises:
             GroupAborted: the group was aborted, or an earlier failure broke it.
         """
-        self.transport.mailbox.raise_if_aborted()
+        try:
+            self.transport.mailbox.raise_if_aborted()
+        except GroupAborted as error:
+            raise self._about(operation, error) from error
         if self._broken:
             raise GroupAborted(
                 f"group {self.group_id} is broken by an earlier failure: {self._broken}; "

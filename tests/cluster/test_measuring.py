@@ -5,16 +5,22 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from transformers import AutoModelForCausalLM
 
 from coordinator.commands.status import fetch_status
+from coordinator.config import DeploymentConfig
+from coordinator.placing import best_plan
+from coordinator.planner.profiles import ClusterProfile, LinkProfile, NodeProfile
 from coordinator.profile_messages import cluster_profile
 from node.profile_service import PROFILE_SERVICE_NAME, ProfileServicer
 from stagemesh.comm.service import CommServicer
 from stagemesh.errors import ConfigError, PeerLost, ProtocolError, StagemeshError
+from stagemesh.model_spec import load_model_spec
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.convert import our_version
 from stagemesh.rpc.probe import MAX_PROBE_BYTES, TakeTurn, Turn, probe_link
@@ -30,6 +36,19 @@ from stagemesh.rpc.v1 import (
 from stagemesh.rpc.v1 import tensor_pb2 as tensors
 from tests.cluster.asking import until
 from tests.support.cluster import FAST_LIMITS, Cluster, start_cluster, tiny_model
+from tests.support.stage_chain import reference_tokens
+
+ONE_ON_PAPER = ClusterProfile(
+    nodes=(
+        NodeProfile(
+            node_id="paper",
+            memory_bytes=2**30,
+            stream_bytes_per_second={"float32": 1e10},
+            flops_per_second={"float32": 1e11},
+        ),
+    ),
+    default_link=LinkProfile(latency_seconds=1e-3, bytes_per_second=1e9),
+)
 
 
 @contextlib.asynccontextmanager
@@ -133,6 +152,50 @@ async def test_without_measuring_memory_places(tmp_path: Path) -> None:
         async with profile_stub(cluster) as stub:
             request = profile_pb2.MeasureRequest(version=our_version(), timeout_seconds=30)
             assert (await stub.Measure(request, timeout=30)).rates
+
+
+async def test_the_planner_shares_a_stage_where_one_node_has_no_room(tmp_path: Path) -> None:
+    """`--max-tp 2`, live: two nodes hold what neither does alone, and give one process's tokens."""
+    wishes: dict[str, Any] = {
+        "dtype": "float32",
+        "objective": "latency",
+        "num_stages": 1,
+        "max_tp": 2,
+        "max_context_tokens": 64,
+        "prompt_tokens": 16,
+        "concurrency": 1,
+    }
+    folder = tiny_model(tmp_path)
+    config = DeploymentConfig(model=str(folder), **wishes)
+    alone = best_plan(config, load_model_spec(folder), ONE_ON_PAPER)[0].plan.replicas[0].stages[0]
+    needed = alone.ranks[0].memory.total - alone.ranks[0].memory.overhead
+    settings = {"measure": True, "memory_bytes": int(0.8 * needed)}
+    async with measured(tmp_path, node_settings=settings, **wishes) as cluster:
+        plan = cluster.deployment.plan
+        assert [stage.node_ids for stage in plan.stages] == [("node-1", "node-2")]
+        assert cluster.deployment.planned is not None, "the planner has placed it"
+        prompt = [3, 14, 15, 92]
+        expected = reference_tokens(AutoModelForCausalLM.from_pretrained(folder), prompt, 8)
+        assert await cluster.generate(prompt, 8) == expected
+
+
+async def test_nodes_that_cannot_measure_themselves_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The wait for their profiles says whose, and ends."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("node.profiler.SpeedMeasurement", broken)
+    limits = replace(FAST_LIMITS, measure_seconds=1.0)
+    async with measured(tmp_path, limits=limits, wait=False) as cluster:
+        reason = "waiting for 1 s at most until these are measured: node-1, node-2"
+        await until(lambda: reason in cluster.deployment.detail)
+        await cluster.wait_ready()
+        assert len(await cluster.generate([1, 2, 3], 4)) == 4
+    assert "placed before these are measured: node-1, node-2" in caplog.text
+    assert caplog.text.count("no such kernel; models are placed by memory here") == 2
 
 
 async def test_a_lost_node_is_replaced_without_waiting_for_a_profile(tmp_path: Path) -> None:
