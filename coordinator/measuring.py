@@ -1,10 +1,11 @@
 """Has nodes measured: the links among those that are new, and everything when someone asks.
 
 Probes of pairs that share a node, or a machine, never run at once: they would share what each is to
-have alone.
+have alone. For the same reason links of a machine wait while one of its nodes measures itself.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _PROBE_SECONDS = 5.0
 _RETRY_SECONDS = 30.0
 _CACHED_SECONDS = 600.0
+_NODE_SECONDS = 20.0
+"""How long links of a machine wait for the profile of a node on it, from when it came."""
 
 Pair = tuple[NodeInfo | None, NodeInfo]
 
@@ -60,6 +63,7 @@ class Measurer:
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()
         self._failed_at: dict[tuple[str, str], float] = {}
+        self._seen_at: dict[str, float] = {}
 
     def notify(self) -> None:
         """Nodes or profiles have changed: links may be missing."""
@@ -77,8 +81,11 @@ class Measurer:
             self._wake.clear()
             async with self._lock:
                 await self._probe_missing(max_age_seconds=_CACHED_SECONDS)
-            # No deadline: only a change of the nodes, which notifies, makes links missing.
-            await self._wake.wait()
+            # Without nodes that measure themselves there is no deadline: only a change of the
+            # nodes, which notifies, makes links missing.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._next_look()):
+                    await self._wake.wait()
 
     async def measure_again(self, node_ids: Sequence[str], *, timeout_seconds: float) -> None:
         """Measure nodes and their links anew; what does not work keeps its old figures.
@@ -124,12 +131,27 @@ class Measurer:
     def _missing(self) -> list[Pair]:
         """Links to measure; one that failed is left alone for a while."""
         measured = [n for n in self._nodes() if self._is_measured(n)]
+        busy = {_place(node) for node in self._measuring()}
         now = time.monotonic()
         return [
             pair
             for pair in self._measurements.missing_links(measured)
             if now - self._failed_at.get(_key(pair), -_RETRY_SECONDS) >= _RETRY_SECONDS
+            and not busy & _places(pair)
         ]
+
+    def _measuring(self) -> dict[NodeInfo, float]:
+        """Nodes that measure themselves, and until when that is waited for."""
+        now = time.monotonic()
+        nodes = [n for n in self._nodes() if n.will_measure and not self._is_measured(n)]
+        self._seen_at = {n.start_id: self._seen_at.get(n.start_id, now) for n in nodes}
+        until = {n: self._seen_at[n.start_id] + _NODE_SECONDS for n in nodes}
+        return {node: end for node, end in until.items() if now < end}
+
+    def _next_look(self) -> float | None:
+        """When links will be missing though nothing changes, by the loop's clock."""
+        ends = self._measuring().values()
+        return None if not ends else min(ends) - time.monotonic() + _now()
 
     async def _probe_missing(self, *, max_age_seconds: float) -> None:
         while missing := self._missing():
@@ -247,7 +269,7 @@ def disjoint(pairs: Sequence[Pair]) -> list[Pair]:
     taken: set[str] = set()
     chosen = []
     for source, target in pairs:
-        names = {_place(target), "" if source is None else _place(source)}
+        names = _places((source, target))
         if not names & taken:
             taken |= names
             chosen.append((source, target))
@@ -257,6 +279,15 @@ def disjoint(pairs: Sequence[Pair]) -> list[Pair]:
 def _place(node: NodeInfo) -> str:
     """Where it computes."""
     return f"machine {node.machine_id}" if node.machine_id else f"node {node.node_id}"
+
+
+def _places(pair: Pair) -> set[str]:
+    source, target = pair
+    return {_place(target), "" if source is None else _place(source)}
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _key(pair: Pair) -> tuple[str, str]:

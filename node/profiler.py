@@ -1,8 +1,9 @@
 """The node's own profile: measured once it is up, kept, and measured anew when someone asks.
 
 A measurement is a row of short slices on the compute thread (`node.measure`); daemons of one host
-take turns. Before each slice it waits until no step has been computed for a moment, so a node that
-serves is measured in its pauses; if there are none before the deadline, the old profile stays.
+take turns, and one that has just started waits a moment for others that start. Before each slice it
+waits until no step has been computed for a moment, so a node that serves is measured in its pauses;
+if there are none before the deadline, the old profile stays.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from node.free_memory import give_back_freed_memory
 from node.host_turn import host_turn
 from node.measure import PAUSE_SECONDS, DeviceSpeed, Slice, SpeedMeasurement
 from node.other_memory import OtherMemory
+from node.quiet_host import until_quiet
 from stagemesh.errors import CapacityExceeded, NotReady, UnsupportedModel
 from stagemesh.rpc.probe import TakeTurn, Turn
 
@@ -100,6 +102,7 @@ class Profiler:
                 if kept is not None and time.time() - kept.measured_at <= max_age_seconds:
                     return kept
                 async with host_turn():
+                    await until_quiet()
                     self.profile = await self._measure()
                 return self.profile
         except TimeoutError:

@@ -41,7 +41,7 @@ def test_a_node_and_its_defaults(tmp_path: Path) -> None:
 
 def test_rates_by_dtype_counts_and_links(tmp_path: Path) -> None:
     text = (
-        "[link]\nlatency_ms = 0.5\ngbit_per_second = 1\nsum_us = 80\n"
+        "[link]\nlatency_ms = 0.5\ngbit_per_second = 1\nsum_us = 80\nsum_slowdown = 1.5\n"
         + NODE.replace("= 10", "= { bfloat16 = 20 }").replace('"a"', '"a"\ncount = 2')
         + '[[links]]\nbetween = ["a-1", "a-2"]\nlatency_ms = 0.1\ngbit_per_second = 8\n'
         + '[[links]]\nbetween = ["coordinator", "a-1"]\nlatency_ms = 1\ngbit_per_second = 8\n'

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator import measuring
 from coordinator.like_nodes import level_like_nodes
 from coordinator.measurements import (
     MAX_PEERS,
@@ -14,7 +15,7 @@ from coordinator.measurements import (
     planner_node,
     typical_link,
 )
-from coordinator.measuring import disjoint
+from coordinator.measuring import Measurer, disjoint
 from coordinator.membership import NodeInfo
 from coordinator.planner.profiles import COORDINATOR, LinkProfile, NodeProfile
 from coordinator.profile_messages import (
@@ -95,6 +96,37 @@ def test_probes_at_one_time_have_no_node_in_common() -> None:
     assert len(seen) == 4 + 6
 
 
+def test_probes_at_one_time_have_no_machine_in_common() -> None:
+    a, b, c, d = (
+        replace(each, machine_id=machine)
+        for each, machine in zip((A, B, C, node("d")), ("m", "m", "n", ""), strict=True)
+    )
+    assert disjoint([(a, b), (None, b), (None, c), (c, d)]) == [(a, b), (None, c)]
+    assert disjoint([(a, c), (b, d), (None, d)]) == [(a, c), (None, d)]
+
+
+def test_links_of_a_machine_wait_while_one_of_its_nodes_measures_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b, c = (
+        replace(each, machine_id=machine, will_measure=True)
+        for each, machine in zip((A, B, C), ("m", "m", "n"), strict=True)
+    )
+    measurements = Measurements()
+    measurer = Measurer(measurements, nodes=lambda: [a, b, c], token=None, on_change=lambda: None)
+    assert measurer.pending() == "a, b, c"
+    for name in ("a", "c"):
+        measurements.put_node(name, start_id="1", measured=FAST)
+    # The coordinator's own to the other machine is all that disturbs nobody.
+    assert measurer.pending() == "b, 1 link"
+    # A node that never tells what it measured does not hold the others up for ever.
+    with monkeypatch.context() as patched:
+        patched.setattr(measuring, "_NODE_SECONDS", 0.0)
+        assert measurer.pending() == "b, 3 links"
+    measurements.put_node("b", start_id="1", measured=FAST)
+    assert measurer.pending() == "6 links"
+
+
 def test_the_planner_gets_what_is_known_and_the_worst_for_what_is_not() -> None:
     measurements = Measurements()
     assert measurements.cluster_profile([A, B]) is None
@@ -170,7 +202,7 @@ def test_profiles_travel_and_come_back() -> None:
         )
         for name in ("a", "b")
     ]
-    summed = replace(LINK, sum_seconds=4e-5, sum_bytes_per_second=2e9)
+    summed = replace(LINK, sum_seconds=4e-5, sum_bytes_per_second=2e9, sum_slowdown=1.25)
     assert link_profile(cluster_link("a", "b", LINK).link) == LINK
     profile = cluster_profile(status, [cluster_link("a", "b", summed)])
     assert profile is not None
