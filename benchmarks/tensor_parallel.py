@@ -7,7 +7,8 @@ All processes of a model live through its run and only those of one measurement 
 round measures everything one after the other, so that a ratio compares neighbours in time; ratios
 are medians over rounds. Each backend is measured twice: as it is by default, with sums that go
 straight from thread to thread, and "through the group", whose operations cross its event loop. The
-share of sums is of rank 0's time, and has its waiting for the other rank in it.
+share of sums is of rank 0's time, and has its waiting for the other rank in it. "Weights only read"
+is the bound that memory sets to a decode: each process adds up as many bytes as it has weights.
 """
 
 import asyncio
@@ -17,9 +18,9 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,7 +41,9 @@ NEW_TOKENS = {SAMPLE: 32, LLAMA: 12}
 
 _CONTEXT_TOKENS = 64
 _PREFILL_TOKENS = 512
+_LABELS = {"decode": "decode", "prefill": "prefill", "read": "weights only read"}
 _ONE = ("one process", False)
+_KINDS: tuple[Literal["decode", "prefill", "read"], ...] = ("decode", "prefill", "read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +108,13 @@ async def processes(
 
 
 async def measure(running: Sequence[RankProcess], request: Request) -> Answer:
-    """What rank 0 saw."""
+    """What rank 0 saw, and the time of the slowest."""
     for each in running:
         each.tell(asdict(request))
     answers = [Answer(**answer) for answer in await asyncio.gather(*(e.read() for e in running))]
     if any(answer.tokens != answers[0].tokens for answer in answers):
         raise RuntimeError(f"{request}: the ranks gave different tokens")
-    return answers[0]
+    return replace(answers[0], seconds=max(answer.seconds for answer in answers))
 
 
 Key = tuple[str, tuple[str, bool]]
@@ -125,9 +128,9 @@ async def run_model(model: Model, arguments: Any) -> dict[Key, list[Answer]]:
         ways = [way for way in ways if way[1]]
     async with processes(model, arguments) as (alone, ranks):
         for number in range(arguments.rounds + 1):
-            for kind in ("decode", "prefill"):
+            for kind in _KINDS:
                 tokens = _CONTEXT_TOKENS if kind == "decode" else _PREFILL_TOKENS
-                for backend, is_direct in (_ONE, *ways):
+                for backend, is_direct in (_ONE, *(ways[:1] if kind == "read" else ways)):
                     is_one = (backend, is_direct) == _ONE
                     request = Request(
                         backend="" if is_one else backend,
@@ -149,7 +152,7 @@ def summary(
     """A row for each measurement, and the model's floors."""
     rows: list[dict[str, Any]] = []
     floors = []
-    for kind in ("decode", "prefill"):
+    for kind in _KINDS:
         alone = seen[kind, _ONE]
         best = 0.0
         for (other_kind, way), answers in seen.items():
@@ -158,10 +161,12 @@ def summary(
             pairs = list(zip(alone, answers, strict=True))
             ratio = median([one.seconds / two.seconds for one, two in pairs])
             name = way[0] if way == _ONE or way[1] else f"{way[0]}, through the group"
+            if kind == "read":
+                name = way[0] if way == _ONE else "two processes"
             same = sum(one.tokens == two.tokens for one, two in pairs)
             rows.append(
                 {
-                    "what": f"{model.name}, {kind}, {name}",
+                    "what": f"{model.name}, {_LABELS[kind]}, {name}",
                     "ms": median([answer.seconds for answer in answers]) * 1e3,
                     "ratio": ratio,
                     "least": min(one.seconds / two.seconds for one, two in pairs),
@@ -171,6 +176,8 @@ def summary(
             )
             if way != _ONE:
                 best = max(best, ratio)
+        if kind == "read":
+            continue
         label = f"{model.name}, {kind}: 2 ranks / 1, the better backend"
         floors.append(at_least(label, best, FLOORS[model.name, kind]))
     return rows, floors

@@ -4,6 +4,7 @@ One JSON object per line, in and out. The first input is a `Start`; each later o
 which all ranks get alike, answered with an `Answer`.
 """
 
+import functools
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from stagemesh.steps import SamplingParams, Segment, Step
 
 _TIMEOUT_SECONDS = 120.0
 _SESSION = 7
+_READS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,8 @@ class Request:
     backend: str
     is_direct: bool
     """Whether sums go straight from thread to thread, or through the group."""
-    kind: Literal["decode", "prefill"]
+    kind: Literal["decode", "prefill", "read"]
+    """"read" computes nothing: it adds up as many bytes as a token reads of weights."""
     prompt_tokens: int
     new_tokens: int
     """Decode: so many after the prompt, which is not measured."""
@@ -106,8 +109,24 @@ def _load(start: Start, spec: ModelSpec, group: TensorGroup | None) -> StageEngi
     )
 
 
+@functools.cache
+def _bytes_like(engine: StageEngine) -> torch.Tensor:
+    return torch.ones(engine.stage.weight_bytes // 4)
+
+
+def read(engine: StageEngine) -> Answer:
+    """The rate of memory, which no decode can beat."""
+    memory = _bytes_like(engine)
+    started = time.perf_counter()
+    for _ in range(_READS):
+        memory.sum()
+    return Answer(seconds=(time.perf_counter() - started) / _READS, sum_share=0.0, tokens=[])
+
+
 def measure(engine: StageEngine, request: Request) -> Answer:
     """Run a prompt, and what follows it; the session is gone afterwards."""
+    if request.kind == "read":
+        return read(engine)
     group = engine.stage.tensor_group
     if group is not None:
         group.sums.bypass(is_on=not request.is_direct)

@@ -255,7 +255,6 @@ def _deployment_table(
         title,
         *("stage", "node", *(("rank",) if is_shared else ()), "layers", "weights"),
         *("KV used", "KV limit", "steps", *(("runs",) if is_compiled else ())),
-        no_wrap=False,
     )
     for placed in deployment.stages:
         stage = live.get((placed.node_id, placed.stage))
