@@ -188,9 +188,9 @@ async def test_nodes_that_cannot_measure_themselves_are_named(
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("node.profiler.SpeedMeasurement", broken)
-    limits = replace(FAST_LIMITS, measure_seconds=1.0)
+    limits = replace(FAST_LIMITS, measure_seconds=4.0)
     async with measured(tmp_path, limits=limits, wait=False) as cluster:
-        reason = "waiting for 1 s at most until these are measured: node-1, node-2"
+        reason = "waiting for 4 s at most until these are measured: node-1, node-2"
         await until(lambda: reason in cluster.deployment.detail)
         await cluster.wait_ready()
         assert len(await cluster.generate([1, 2, 3], 4)) == 4
