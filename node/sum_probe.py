@@ -127,10 +127,9 @@ async def probe_sums(
         shares = trial_shares(_HIDDEN_SIZE, num_ranks=len(members))
         tensor_group = TensorGroup(process_group, shares)
         stack.callback(tensor_group.sums.close)
-        try:
-            return await compute.run(lambda: _measure(tensor_group, device))
-        finally:
-            await compute.run(give_back_freed_memory)
+        times = await compute.run(lambda: _measure(tensor_group, device))
+        await compute.run(give_back_freed_memory)
+        return times
 
 
 @torch.inference_mode()
