@@ -14,8 +14,10 @@ from torch import nn
 from benchmarks.report import Floor, at_least, median, parser, report
 from stagemesh.models.packed_linear import PackedLinear, can_pack, packable_dtypes
 
-_SAMPLE = ((1536, 576), (576, 1536), (49152, 576))
-_LARGE = ((2048, 2048), (5632, 2048), (2048, 5632))
+_SHAPES = (
+    *((1536, 576), (576, 1536), (49152, 576)),
+    *((2048, 2048), (5632, 2048), (2048, 5632)),
+)
 _WEIGHT_BYTES = 10**8
 _CALLS = 30
 
@@ -69,7 +71,7 @@ def main() -> None:
         row
         for threads in (1, 2)
         for dtype in packable_dtypes()
-        for shape in (*_SAMPLE, *_LARGE)
+        for shape in _SHAPES
         for row in measure(shape, dtype, threads, arguments.rounds)
     ]
     few = [row["ratio"] for row in rows if row["rows"] <= 8]

@@ -30,6 +30,9 @@ _TIMEOUT_SECONDS = 120.0
 _SESSION = 7
 _READS = 8
 
+Kind = Literal["decode", "prefill", "read"]
+"""What is measured; "read" computes nothing, but adds up as many bytes as there are of weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
@@ -53,8 +56,7 @@ class Request:
     backend: str
     is_direct: bool
     """Whether sums go straight from thread to thread, or through the group."""
-    kind: Literal["decode", "prefill", "read"]
-    """"read" computes nothing: it adds up as many bytes as a token reads of weights."""
+    kind: Kind
     prompt_tokens: int
     new_tokens: int
     """Decode: so many after the prompt, which is not measured."""

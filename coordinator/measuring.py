@@ -71,9 +71,10 @@ class Measurer:
 
     def pending(self) -> str:
         """Profiles and links that are still to come, for a person; empty when all are there."""
-        nodes = [n.node_id for n in self._nodes() if n.will_measure and not self._is_measured(n)]
-        links = len(self._missing())
-        return ", ".join([*nodes, *([f"{links} link{'s' * (links > 1)}"] if links else [])])
+        parts = [node.node_id for node in self._unmeasured()]
+        if links := len(self._missing()):
+            parts.append(f"{links} link{'s' * (links > 1)}")
+        return ", ".join(parts)
 
     async def run(self) -> None:
         """Measure missing links whenever there are any, until cancelled."""
@@ -84,7 +85,7 @@ class Measurer:
             # Without nodes that measure themselves there is no deadline: only a change of the
             # nodes, which notifies, makes links missing.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._next_look()):
+                async with asyncio.timeout(self._seconds_to_wait()):
                     await self._wake.wait()
 
     async def measure_again(self, node_ids: Sequence[str], *, timeout_seconds: float) -> None:
@@ -131,7 +132,7 @@ class Measurer:
     def _missing(self) -> list[Pair]:
         """Links to measure; one that failed is left alone for a while."""
         measured = [n for n in self._nodes() if self._is_measured(n)]
-        busy = {_place(node) for node in self._measuring()}
+        busy = {_place(node) for node in self._seconds_left()}
         now = time.monotonic()
         return [
             pair
@@ -140,18 +141,20 @@ class Measurer:
             and not busy & _places(pair)
         ]
 
-    def _measuring(self) -> dict[NodeInfo, float]:
-        """Nodes that measure themselves, and until when that is waited for."""
-        now = time.monotonic()
-        nodes = [n for n in self._nodes() if n.will_measure and not self._is_measured(n)]
-        self._seen_at = {n.start_id: self._seen_at.get(n.start_id, now) for n in nodes}
-        until = {n: self._seen_at[n.start_id] + _NODE_SECONDS for n in nodes}
-        return {node: end for node, end in until.items() if now < end}
+    def _unmeasured(self) -> list[NodeInfo]:
+        """Nodes whose profiles are still to come."""
+        return [n for n in self._nodes() if n.will_measure and not self._is_measured(n)]
 
-    def _next_look(self) -> float | None:
-        """When links will be missing though nothing changes, by the loop's clock."""
-        ends = self._measuring().values()
-        return None if not ends else min(ends) - time.monotonic() + _now()
+    def _seconds_left(self) -> dict[NodeInfo, float]:
+        """How long the links of their machines still wait for nodes that measure themselves."""
+        nodes, now = self._unmeasured(), time.monotonic()
+        self._seen_at = {n.start_id: self._seen_at.get(n.start_id, now) for n in nodes}
+        left = {n: self._seen_at[n.start_id] + _NODE_SECONDS - now for n in nodes}
+        return {node: seconds for node, seconds in left.items() if seconds > 0}
+
+    def _seconds_to_wait(self) -> float | None:
+        """Until links are missing though nothing changes; None when that cannot be."""
+        return min(self._seconds_left().values(), default=None)
 
     async def _probe_missing(self, *, max_age_seconds: float) -> None:
         while missing := self._missing():
@@ -284,10 +287,6 @@ def _place(node: NodeInfo) -> str:
 def _places(pair: Pair) -> set[str]:
     source, target = pair
     return {_place(target), "" if source is None else _place(source)}
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _key(pair: Pair) -> tuple[str, str]:

@@ -7,7 +7,7 @@ packing pays from the first tokens on. Measured on a 2-core AVX-512 CPU with 153
 
 With AVX-512, oneDNN's loop over one to three rows waits for its own sums and takes longer than the
 one over four. So these are multiplied more than once where the weights are large enough to pay the
-copy: one row of 5632 x 2048 took 2.4 to 3 ms instead of 3.1 to 3.6 (the same benchmark).
+copy: by itself one row of 5632 x 2048 took 3.1 to 3.6 ms on that CPU, where four took 2.4 to 3.
 """
 
 import functools
