@@ -23,7 +23,7 @@ from benchmarks.report import Floor, at_least, median, parser, report
 from benchmarks.transformers_peer import load
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
-from stagemesh.models.builder import DTYPES
+from stagemesh.models.draft import DTYPES
 from stagemesh.steps import SamplingParams, Segment, Step
 
 _CONTEXT = 32

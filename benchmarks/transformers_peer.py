@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stagemesh.model_spec import ModelSpec, load_model_spec
-from stagemesh.models.builder import DTYPES
+from stagemesh.models.draft import DTYPES
 from stagemesh.models.weights import WeightReader
 
 

@@ -16,7 +16,8 @@ from typing import Self
 from node.config import NodeConfig
 from node.device import resolve_device
 from node.executor import ComputeThread
-from node.model_source import ModelSource, SourceConfig
+from node.model_source import ModelSource
+from node.model_wanted import SourceConfig
 from node.profile_service import PROFILE_SERVICE_NAME, ProfileServicer, profile_to_proto
 from node.profiler import Profiler
 from node.registration import Registration

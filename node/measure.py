@@ -30,7 +30,7 @@ import torch
 
 from node.other_memory import OtherMemory, wait_for
 from node.trial_stage import TrialStage, matrix_parameters
-from stagemesh.models.builder import DTYPES
+from stagemesh.models.draft import DTYPES
 
 _WEIGHT_BYTES = 128 * 2**20
 _FLUSHED_PARTS = 3

@@ -12,7 +12,7 @@ import torch
 
 from node.deployment import Deployment
 from node.executor import ComputeThread
-from node.model_source import ModelWanted
+from node.model_wanted import ModelWanted
 from node.next_stage import NextStage
 from node.profiler import Load
 from node.stage_group import StageGroup, group_request, open_stage_group

@@ -5,15 +5,19 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from node.executor import ComputeThread
 from node.free_memory import give_back_freed_memory
-from node.model_source import ModelSource, ModelWanted
+from node.model_source import ModelSource
+from node.model_wanted import ModelWanted
+from node.stage_fetch import Parts
 from node.stage_group import StageGroup
 from node.weight_progress import FetchProgress
 from stagemesh.errors import NotReady
+from stagemesh.inference.read_plan import plan_reads
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.tensor_group import TensorGroup
@@ -109,7 +113,8 @@ class StageLoader:
     async def _find_and_load(
         self, request: StageRequest, group: StageGroup | None, counter: "_Counter"
     ) -> StageEngine:
-        async with self._models.open(request.model, counter.fetch) as spec:
+        plan = None if group is None else partial(_plan_parts, request, group)
+        async with self._models.open(request.model, counter.fetch, plan=plan) as spec:
             if group is None:
                 return await self._compute.run(
                     lambda: _load(spec, request, self._device, counter, None)
@@ -119,6 +124,21 @@ class StageLoader:
             return await group.compute.run(
                 lambda: _load(spec, request, self._device, counter, group.tensor_group)
             )
+
+
+async def _plan_parts(request: StageRequest, group: StageGroup, spec: ModelSpec) -> Parts:
+    """What this rank reads. On the group's thread: it takes a second for a large model."""
+    return await group.compute.run(
+        lambda: plan_reads(
+            spec,
+            start_layer=request.model.start_layer,
+            end_layer=request.model.end_layer,
+            dtype=request.dtype,
+            quantize=request.quantize,
+            shares=group.tensor_group.shares,
+            rank=group.tensor_group.rank,
+        )
+    )
 
 
 class _Counter:
@@ -149,7 +169,7 @@ def _load(
     tensor_group: TensorGroup | None,
 ) -> StageEngine:
     start_layer, end_layer = request.model.start_layer, request.model.end_layer
-    counter.total_bytes = sum(i.num_bytes for i in spec.tensors_for_stage(start_layer, end_layer))
+    counter.total_bytes = sum(i.held_bytes for i in spec.tensors_for_stage(start_layer, end_layer))
     engine = StageEngine.load(
         spec,
         start_layer=start_layer,

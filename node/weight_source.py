@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+from stagemesh.checkpoint.weight_part import WeightPart
 from stagemesh.errors import PeerLost, ProtocolError, StagemeshError
 from stagemesh.model_spec import ModelSpec
 from stagemesh.rpc.channels import open_channel
@@ -16,6 +18,7 @@ from stagemesh.rpc.status import from_rpc_error
 from stagemesh.rpc.v1 import weights_pb2, weights_pb2_grpc
 from stagemesh.weight_transfer.content_hash import HASH_BYTES
 from stagemesh.weight_transfer.manifest import ModelAssembler
+from stagemesh.weight_transfer.part_messages import part_to_proto
 from stagemesh.weight_transfer.service import MAX_HASHES_PER_CALL
 
 _HAVE_SECONDS = 3.0
@@ -32,15 +35,23 @@ class Chunk:
     data: bytes
 
 
-@dataclass(slots=True)
-class Description:
-    """What is known of a model so far."""
+@dataclass(frozen=True, slots=True)
+class KnownHash:
+    """What a server says of a tensor's content."""
 
-    spec: ModelSpec | None = None
-    """The model without its data; None until all of it has come."""
-    hashes: dict[str, bytes] = field(default_factory=dict)
-    """Of the stage's tensors, by name."""
-    hashed_bytes: int = 0
+    content_hash: bytes
+    """Of what was asked for."""
+    whole_hash: bytes | None
+    """Of all of the tensor, where a part was asked for and the server knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """How far a server is with hashing what was asked for."""
+
+    hashes: Sequence[KnownHash]
+    """Of the first tensors asked for; more of them each time."""
+    hashed_bytes: int
     """What the server has hashed, for whomever: it changes while it works."""
 
 
@@ -70,37 +81,65 @@ class WeightSource:
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
 
-    async def describe(
-        self, fingerprint: str, start_layer: int, end_layer: int, *, where: Path
-    ) -> AsyncGenerator[Description, None]:
-        """Yield what is known of a model, again and again, until the stage's hashes are.
+    async def describe(self, fingerprint: str, *, where: Path) -> ModelSpec:
+        """A model without its data.
+
+        Args:
+            fingerprint: the model's.
+            where: stands for the model's files, and in errors.
 
         Raises:
             StagemeshError: the server does not serve the model, or sends nothing for too long.
         """
-        request = weights_pb2.DescribeModelRequest(
-            version=our_version(),
-            fingerprint=fingerprint,
-            start_layer=start_layer,
-            end_layer=end_layer,
-        )
-        found, assembler = Description(), ModelAssembler(where=where)
+        assembler = ModelAssembler(where=where)
+        request = weights_pb2.DescribeModelRequest(version=our_version(), fingerprint=fingerprint)
         call = self._stub.DescribeModel(request)
-        try:
+        async with self._reading(call, "describe the model"):
             while isinstance(part := await self._next(call), weights_pb2.ModelPart):
                 assembler.add(part)
-                if found.spec is None and (part.hashes or part.hashed_bytes):
-                    found.spec = assembler.spec()
-                for entry in part.hashes:
-                    if len(entry.content_hash) != HASH_BYTES:
-                        raise ProtocolError(f"{self}: a hash of {len(entry.content_hash)} bytes")
-                    found.hashes[entry.name] = entry.content_hash
-                found.hashed_bytes = part.hashed_bytes or found.hashed_bytes
-                yield found
-        except grpc.aio.AioRpcError as error:
-            raise self._mapped(error, "describe the model") from error
-        finally:
-            call.cancel()
+        spec = assembler.spec()
+        if spec.fingerprint != fingerprint:
+            raise ProtocolError(f"{self} described another model than {fingerprint[:12]}")
+        return spec
+
+    async def hashes(
+        self, fingerprint: str, wanted: Sequence[tuple[str, WeightPart | None]]
+    ) -> AsyncGenerator[Hashing, None]:
+        """Yield the hashes of tensors as the server computes them, all of them at last.
+
+        Args:
+            fingerprint: the model's.
+            wanted: (name, part) of each; None for all of it.
+
+        Raises:
+            StagemeshError: the server does not have them, or sends nothing for too long.
+        """
+        known: list[KnownHash] = []
+        for start in range(0, len(wanted), MAX_HASHES_PER_CALL):
+            asked = wanted[start : start + MAX_HASHES_PER_CALL]
+            request = weights_pb2.HashTensorsRequest(
+                version=our_version(),
+                fingerprint=fingerprint,
+                tensors=[
+                    weights_pb2.WantedTensor(
+                        name=name, part=None if part is None else part_to_proto(part)
+                    )
+                    for name, part in asked
+                ],
+            )
+            call = self._stub.HashTensors(request)
+            async with self._reading(call, "hash weights"):
+                while isinstance(found := await self._next(call), weights_pb2.TensorHashes):
+                    known.extend(self._known(entry) for entry in found.hashes)
+                    yield Hashing(known, found.hashed_bytes)
+            if len(known) != start + len(asked):
+                raise ProtocolError(f"{self}: {len(known) - start} hashes of {len(asked)} tensors")
+
+    def _known(self, entry: weights_pb2.TensorHash) -> KnownHash:
+        for content_hash in (entry.content_hash, entry.whole_hash or entry.content_hash):
+            if len(content_hash) != HASH_BYTES:
+                raise ProtocolError(f"{self}: a hash of {len(content_hash)} bytes")
+        return KnownHash(entry.content_hash, entry.whole_hash or None)
 
     async def have(self, hashes: Sequence[bytes]) -> frozenset[bytes]:
         """Which of these tensors the server could send.
@@ -139,17 +178,24 @@ class WeightSource:
             ],
         )
         call = self._stub.FetchTensors(request)
-        try:
+        async with self._reading(call, "fetch weights"):
             while isinstance(chunk := await self._next(call), weights_pb2.TensorChunk):
                 yield Chunk(chunk.index, chunk.offset, chunk.data)
-        except grpc.aio.AioRpcError as error:
-            raise self._mapped(error, "fetch weights") from error
-        finally:
-            call.cancel()
 
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+    @asynccontextmanager
+    async def _reading(
+        self, call: "grpc.aio.UnaryStreamCall[Any, Any]", operation: str
+    ) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._mapped(error, operation) from error
+        finally:
+            call.cancel()
 
     async def _next(self, call: "grpc.aio.UnaryStreamCall[Any, Any]") -> object:
         try:

@@ -63,6 +63,7 @@ STUB_USERS = {
     "stagemesh/comm/service.py": "serves the comm service",
     "stagemesh/comm/coordinator_meeting.py": "client of the coordinator's service",
     "stagemesh/weight_transfer/manifest.py": "models and their messages",
+    "stagemesh/weight_transfer/part_messages.py": "parts of tensors and their messages",
     "stagemesh/weight_transfer/service.py": "serves the weight service",
     "node/weight_source.py": "client of weight services",
     "node/service.py": "serves the node service",

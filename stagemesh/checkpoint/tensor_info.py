@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagemesh.checkpoint.stored_form import AS_IT_IS, StoredForm
+from stagemesh.checkpoint.weight_part import WeightPart
 from stagemesh.errors import CheckpointError
 
 _COMPARE_CHUNK_BYTES = 4 << 20
@@ -24,18 +25,25 @@ class TensorInfo:
     offset: int
     """First byte of the data, from the start of the file."""
     num_bytes: int
-    """Length of the data in the file."""
+    """Length of the data of the whole tensor."""
     shape: tuple[int, ...]
     """Shape as transformers spells it, [out, in] for a linear layer."""
     encoding: str
     """Element type in the file: "F32", "BF16", ... or a ggml type such as "Q4_1"."""
     stored: StoredForm = AS_IT_IS
     """What reading has to undo."""
+    part: WeightPart | None = None
+    """Which of the data the file has; None for all of it."""
 
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
         return math.prod(self.shape)
+
+    @property
+    def held_bytes(self) -> int:
+        """Length of the data in the file."""
+        return self.num_bytes if self.part is None else self.part.num_bytes
 
 
 def open_for_reading(info: TensorInfo) -> int:
@@ -44,7 +52,7 @@ def open_for_reading(info: TensorInfo) -> int:
     Raises:
         CheckpointError: the file is gone or no longer reaches to the tensor's end.
     """
-    expected = info.offset + info.num_bytes
+    expected = info.offset + info.held_bytes
     try:
         descriptor = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -59,13 +67,26 @@ def open_for_reading(info: TensorInfo) -> int:
     return descriptor
 
 
-def pread_into(descriptor: int, buffer: memoryview, *, offset: int, info: TensorInfo) -> None:
-    """Fills `buffer` from `offset` of the open file; a short read is an error, never zeros.
+def pread_into(descriptor: int, buffer: memoryview, *, start: int, info: TensorInfo) -> None:
+    """Fills `buffer` with data of the tensor; a short read is an error, never zeros.
+
+    Args:
+        descriptor: the tensor's file.
+        buffer: what to fill.
+        start: first byte, counted from the begin of the whole tensor's data.
+        info: the tensor.
 
     Raises:
-        CheckpointError: the file ended before the buffer was full.
+        CheckpointError: the file ended before the buffer was full, or has other parts of the
+            tensor.
     """
-    done = 0
+    position = start if info.part is None else info.part.position(start, len(buffer))
+    if position is None:
+        raise CheckpointError(
+            f"{info.file} has not all of bytes [{start}, {start + len(buffer)}) of tensor "
+            f"{info.source_name}, only {info.part}"
+        )
+    offset, done = info.offset + position, 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], offset + done)
         if count == 0:
@@ -95,7 +116,7 @@ def same_data(first: TensorInfo, second: TensorInfo) -> bool:
             for descriptor, part, info in zip(
                 descriptors, (left, right), (first, second), strict=True
             ):
-                pread_into(descriptor, part[:count], offset=info.offset + start, info=info)
+                pread_into(descriptor, part[:count], start=start, info=info)
             if left[:count] != right[:count]:
                 return False
     finally:
@@ -109,7 +130,7 @@ def read_data(info: TensorInfo) -> bytes:
     buffer = bytearray(info.num_bytes)
     descriptor = open_for_reading(info)
     try:
-        pread_into(descriptor, memoryview(buffer), offset=info.offset, info=info)
+        pread_into(descriptor, memoryview(buffer), start=0, info=info)
     finally:
         os.close(descriptor)
     return bytes(buffer)

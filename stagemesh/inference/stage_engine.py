@@ -18,8 +18,6 @@ import torch
 from stagemesh.errors import (
     CapacityExceeded,
     ProtocolError,
-    StagemeshError,
-    UnsupportedModel,
 )
 from stagemesh.inference import attention
 from stagemesh.inference.attention import SegmentSpan, StepContext
@@ -32,6 +30,7 @@ from stagemesh.inference.step_checks import check_step
 from stagemesh.inference.vocab_parallel import draw_over_ranks
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.builder import StageModel, build_stage
+from stagemesh.models.draft import refusing_family_errors
 from stagemesh.models.identity_check import check_identity
 from stagemesh.models.tensor_group import TensorGroup
 from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
@@ -39,9 +38,6 @@ from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
 logger = logging.getLogger(__name__)
 
 _WARM_UP_SESSION = 2**64 - 1
-
-# How the code of a family that makes other assumptions than ours fails when it is first run.
-_FAMILY_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +108,27 @@ class StageEngine:
         """
         check_can_compile(compile_folder, quantize=quantize, is_shared=tensor_group is not None)
         attention.register()
-        try:
-            with _together(tensor_group, "loading"):
-                stage = build_stage(
-                    spec,
-                    start_layer=start_layer,
-                    end_layer=end_layer,
-                    dtype=dtype,
-                    device=device,
-                    attention=attention.ATTENTION_NAME,
-                    probe=probe_kv_shapes,
-                    on_bytes=on_bytes,
-                    tensor_group=tensor_group,
-                    quantize=quantize,
-                    pack=compile_folder is None,
-                )
-                engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
-                if tensor_group is not None:
-                    told = (spec.fingerprint, start_layer, end_layer, dtype, quantize)
-                    engine.cache.limit_bytes = _common_limit(engine.cache, tensor_group, told)
-                engine.warm_up()
-                if compile_folder is not None:
-                    engine.start_compiling(spec, compile_folder)
-        except (StagemeshError, torch.OutOfMemoryError):
-            raise
-        except _FAMILY_ERRORS as error:
-            raise UnsupportedModel(
-                f"{spec.name}: the code of {spec.config['model_type']} does not run in stages: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        with refusing_family_errors(spec), _together(tensor_group, "loading"):
+            stage = build_stage(
+                spec,
+                start_layer=start_layer,
+                end_layer=end_layer,
+                dtype=dtype,
+                device=device,
+                attention=attention.ATTENTION_NAME,
+                probe=probe_kv_shapes,
+                on_bytes=on_bytes,
+                tensor_group=tensor_group,
+                quantize=quantize,
+                pack=compile_folder is None,
+            )
+            engine = cls(stage, kv_limit_bytes=kv_limit_bytes)
+            if tensor_group is not None:
+                told = (spec.fingerprint, start_layer, end_layer, dtype, quantize)
+                engine.cache.limit_bytes = _common_limit(engine.cache, tensor_group, told)
+            engine.warm_up()
+            if compile_folder is not None:
+                engine.start_compiling(spec, compile_folder)
         return engine
 
     @property

@@ -1,9 +1,4 @@
-"""Build one stage of a model from the family's own transformers class.
-
-The class is built on the meta device, so nothing is allocated; layers outside [start_layer,
-end_layer) become pass-throughs, embedding, final norm and head stay only where the stage needs
-them, and exactly the parameters that remain are read from the checkpoint.
-"""
+"""Build one stage of a model: a draft of the family's own transformers class, then its weights."""
 
 import dataclasses
 import logging
@@ -14,36 +9,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stagemesh.errors import CheckpointError, ConfigError, UnsupportedModel
+from stagemesh.errors import CheckpointError, UnsupportedModel
 from stagemesh.model_spec import ModelSpec
 from stagemesh.models.buffers import materialize_buffers
-from stagemesh.models.family_config import OWN_ATTENTION, build_on_meta, checked_config
+from stagemesh.models.draft import KVProbe, draft_stage
+from stagemesh.models.family_config import OWN_ATTENTION
 from stagemesh.models.half_linear import HalfLinear
 from stagemesh.models.kv_shape import KVShape
-from stagemesh.models.outline import Outline, find_outline
+from stagemesh.models.outline import Outline
 from stagemesh.models.packed_linear import PackedLinear, can_pack, pack_linears
-from stagemesh.models.parameters import fill_parameters, untie_for_packing
-from stagemesh.models.prune import prune
+from stagemesh.models.parameters import untie_for_packing
 from stagemesh.models.quantized_linear import LOW_BIT_MODULES
-from stagemesh.models.quantized_stage import put_quantized
-from stagemesh.models.stored_tensors import StoredTensors
 from stagemesh.models.tensor_group import TensorGroup
-from stagemesh.models.tensor_parallel import apply_tensor_plan, check_spread_norms
-from stagemesh.models.tp_plan import TensorPlan, plan_tensor_parallel
+from stagemesh.models.tensor_parallel import apply_tensor_plan
 from stagemesh.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Run dtypes by the name that plans and requests use."""
-
-
-KVProbe = Callable[[PreTrainedModel, Outline, range], tuple[KVShape, ...] | None]
-"""From a pruned meta model, its outline and the stage's layers to what layers keep, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,42 +94,20 @@ def build_stage(
         UnsupportedModel: the family cannot be run in stages, or not by several ranks.
         CheckpointError: a parameter is missing in the checkpoint or has another shape.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if not 0 <= start_layer < end_layer <= spec.num_layers:
-        raise ConfigError(
-            f"layers [{start_layer}, {end_layer}) are not within the model's [0, {spec.num_layers})"
-        )
-    is_first, is_last = start_layer == 0, end_layer == spec.num_layers
-    config = checked_config(spec)
-    model = build_on_meta(config, DTYPES[dtype], attention=attention)
-    outline = find_outline(model)
-    prune(model, outline, range(start_layer, end_layer), is_first=is_first, is_last=is_last)
-    shapes = probe(model, outline, range(start_layer, end_layer)) if probe is not None else None
-    plan = _plan_tensors(model, tensor_group, name=spec.name)
+    group = tensor_group
+    draft = draft_stage(
+        spec,
+        start_layer=start_layer,
+        end_layer=end_layer,
+        dtype=dtype,
+        attention=attention,
+        probe=probe,
+        shares=None if group is None else group.shares,
+        rank=0 if group is None else group.rank,
+    )
+    model, plan = draft.model, draft.plan
     reader = WeightReader(spec, on_bytes=on_bytes)
-    infos = spec.tensors_for_stage(start_layer, end_layer)
-    cuts = plan.cuts if plan is not None else {}
-    stored = StoredTensors(model, infos, path=spec.path)
-    is_low_head = put_quantized(
-        model,
-        stored,
-        reader,
-        quantize=quantize,
-        table=spec.groups.embedding,
-        dtype=DTYPES[dtype],
-        device=device,
-        cuts=cuts,
-    )
-    fill_parameters(
-        model,
-        stored,
-        reader,
-        table=spec.groups.embedding,
-        device=device,
-        keep_tied=is_first and is_last and not is_low_head,
-        cuts=cuts,
-    )
+    draft.read(reader, quantize=quantize, device=device)
     materialize_buffers(model, device=device)
     _apply_rope_factors(model, spec)
     model.train(mode=False).requires_grad_(requires_grad=False)
@@ -163,15 +122,15 @@ def build_stage(
         device=device,
         start_layer=start_layer,
         end_layer=end_layer,
-        is_first=is_first,
-        is_last=is_last,
-        dtype=DTYPES[dtype],
+        is_first=draft.is_first,
+        is_last=draft.is_last,
+        dtype=draft.dtype,
         num_kv_heads=spec.num_kv_heads if tensor_group is None else tensor_group.num_kv_heads,
         head_dim=spec.head_dim,
         weight_bytes=_weight_bytes(model),
         read_bytes=reader.read_bytes,
-        outline=outline,
-        kv_shapes=_held_shapes(shapes, spec, tensor_group),
+        outline=draft.outline,
+        kv_shapes=_held_shapes(draft.kv_shapes, spec, tensor_group),
         tensor_group=tensor_group,
     )
 
@@ -191,17 +150,6 @@ def _held_shapes(
             f"than the {group.shares.num_kv_heads} that the ranks share"
         )
     return tuple(dataclasses.replace(shape, num_heads=group.num_kv_heads) for shape in shapes)
-
-
-def _plan_tensors(
-    model: PreTrainedModel, group: TensorGroup | None, *, name: str
-) -> TensorPlan | None:
-    """What this rank has of each parameter; None when it is alone and has all."""
-    if group is None:
-        return None
-    plan = plan_tensor_parallel(model, shares=group.shares, rank=group.rank, name=name)
-    check_spread_norms(model, plan, name=name)
-    return plan
 
 
 def _apply_rope_factors(model: PreTrainedModel, spec: ModelSpec) -> None:

@@ -44,7 +44,8 @@ class LowBitKernels:
     def of(cls, device: torch.device) -> "LowBitKernels":
         """The kernels of a device."""
         if device.type != "cpu":
-            has_int8 = torch._C._dispatch_has_kernel_for_dispatch_key(
+            # On the meta device there is nothing to compute: a draft has shapes alone.
+            has_int8 = device.type != "meta" and torch._C._dispatch_has_kernel_for_dispatch_key(
                 "aten::_weight_int8pack_mm", device.type.upper()
             )
             return cls(

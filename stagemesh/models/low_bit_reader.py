@@ -51,8 +51,9 @@ class LowBitReader:
             CheckpointError: a file is gone or too short.
         """
         num_rows, columns = _shape_of(sources)
-        values = torch.empty((num_rows, columns), dtype=torch.int8)
-        scales = torch.empty(num_rows, dtype=torch.bfloat16)
+        where = self._reader.device
+        values = torch.empty((num_rows, columns), dtype=torch.int8, device=where)
+        scales = torch.empty(num_rows, dtype=torch.bfloat16, device=where)
         done = 0
         for info, cut in sources:
             first = cut.columns[0] if cut.columns is not None else 0
@@ -79,8 +80,11 @@ class LowBitReader:
         by_chunks = self._kernels.device.type == "cpu" and all(
             part_shape(info, cut)[0] % _BLOCK_ROWS == 0 for info, cut in sources[:-1]
         )
-        packed = torch.empty((num_rows, columns // 2 if by_chunks else columns), dtype=torch.uint8)
-        scales_zeros = torch.empty((columns // GROUP, num_rows, 2), dtype=torch.bfloat16)
+        where = self._reader.device
+        width = columns // 2 if by_chunks else columns
+        packed = torch.empty((num_rows, width), dtype=torch.uint8, device=where)
+        shape = (columns // GROUP, num_rows, 2)
+        scales_zeros = torch.empty(shape, dtype=torch.bfloat16, device=where)
         done = 0
         for info, cut in sources:
             for start, end, part in _chunks(info, cut):

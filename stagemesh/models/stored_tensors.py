@@ -214,6 +214,13 @@ def read_cut(
         )
     if cut is None or isinstance(cut, TensorCut):
         return reader.read(info, dtype, cut=cut)
+    if isinstance(cut, ExpertCut) and not info.stored.is_transposed and len(shape) - cut.axis <= 2:
+        height = (-1,) if cut.axis < len(shape) - 1 else shape[-2:-1]
+        parts = [
+            part.view(*shape[:-2], *height, part.shape[-1])
+            for part in (reader.read(info, dtype, cut=c) for c in cut.of_rows(shape))
+        ]
+        return torch.cat(parts, dim=cut.axis) if len(parts) > 1 else parts[0]
     return apply_cut(reader.read(info, dtype), cut)
 
 

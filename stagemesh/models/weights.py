@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import gguf
@@ -44,7 +45,7 @@ _Decoder = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RowSpan:
+class RowSpan:
     """Which bytes of each row are read, and which of the values in them are kept."""
 
     row_bytes: int
@@ -69,6 +70,9 @@ class WeightReader:
         on_bytes: called after each chunk with the number of bytes that it read.
     """
 
+    device = torch.device("cpu")
+    """Where what is read comes to lie."""
+
     def __init__(self, spec: ModelSpec, *, on_bytes: Callable[[int], None] | None = None) -> None:
         self.read_bytes = 0
         """Bytes of files read so far."""
@@ -83,8 +87,8 @@ class WeightReader:
         Args:
             info: which.
             dtype: of the result.
-            cut: which part of it; no other rows are read, and of each row only the blocks of
-                quantised values that the columns touch.
+            cut: which part of it, as [rows, columns] (or a vector) in the result; no other rows are
+                read, and of each row only the blocks of quantised values that the columns touch.
 
         Raises:
             CheckpointError: the file is gone or too short.
@@ -94,20 +98,16 @@ class WeightReader:
             return self._read_transposed(info, dtype, cut)
         decode = _decoder(info)
         # A descriptor first: a truncated file is refused before memory is taken.
-        descriptor = open_for_reading(info)
-        try:
-            if cut is None:
-                result = torch.empty(info.shape, dtype=dtype)
-                if result.numel():
-                    num_rows = _num_rows(info)
-                    span = _whole_rows(info, num_rows)
-                    rows = result.view(num_rows, -1)
-                    self._fill(rows, (0, num_rows), span, info, descriptor, decode)
-            else:
-                result = self._read_part(info, dtype, cut, descriptor, decode)
-        finally:
-            os.close(descriptor)
-        return result
+        with self._opened(info) as descriptor:
+            if cut is not None:
+                return self._read_part(info, dtype, cut, descriptor, decode)
+            result = torch.empty(info.shape, dtype=dtype, device=self.device)
+            if result.numel():
+                num_rows = _num_rows(info)
+                span = _whole_rows(info, num_rows)
+                rows = result.view(num_rows, -1)
+                self._fill(rows, (0, num_rows), span, info, descriptor, decode)
+            return result
 
     def read_blocks(self, info: TensorInfo, *, cut: TensorCut) -> torch.Tensor:
         """A part of a matrix of quantised values as the file has it; rows in the model's order.
@@ -127,19 +127,23 @@ class WeightReader:
         span = dataclasses.replace(_row_span(info, *columns), start=0)
         span = dataclasses.replace(span, stop=span.num_bytes)
         ranges = cut.rows or ((0, num_rows),)
-        result = torch.empty(
-            (sum(end - start for start, end in ranges), span.num_bytes), dtype=torch.uint8
-        )
-        descriptor = open_for_reading(info)
+        shape = (sum(end - start for start, end in ranges), span.num_bytes)
+        result = torch.empty(shape, dtype=torch.uint8, device=self.device)
         done = 0
-        try:
+        with self._opened(info) as descriptor:
             for start, end in ranges:
                 part = result[done : done + end - start]
                 self._fill(part, (start, end), span, info, descriptor, lambda raw: raw)
                 done += end - start
+        return result
+
+    @contextmanager
+    def _opened(self, info: TensorInfo) -> Iterator[int]:
+        descriptor = open_for_reading(info)
+        try:
+            yield descriptor
         finally:
             os.close(descriptor)
-        return result
 
     def _read_transposed(
         self, info: TensorInfo, dtype: torch.dtype, cut: TensorCut | None
@@ -167,9 +171,9 @@ class WeightReader:
         descriptor: int,
         decode: _Decoder,
     ) -> torch.Tensor:
-        """One part of a matrix, or of a vector of plain values."""
+        """One part of a tensor, or of a vector of plain values, as [rows, columns]."""
         num_rows = _num_rows(info)
-        if len(info.shape) > 2 or num_rows != info.shape[0]:
+        if len(info.shape) == 1 and num_rows != info.shape[0]:
             raise UnsupportedModel(
                 f"{info.file}: tensor {info.source_name} of shape {list(info.shape)} and type "
                 f"{info.encoding} cannot be read in parts"
@@ -179,7 +183,7 @@ class WeightReader:
         if cut.columns is not None:
             span = _row_span(info, *cut.columns)
         count = sum(end - start for start, end in ranges)
-        result = torch.empty((count, span.stop - span.start), dtype=dtype)
+        result = torch.empty((count, span.stop - span.start), dtype=dtype, device=self.device)
         done = 0
         for start, end in ranges:
             part = result[done : done + end - start]
@@ -191,7 +195,7 @@ class WeightReader:
         self,
         rows: torch.Tensor,
         row_range: Range,
-        span: "_RowSpan",
+        span: RowSpan,
         info: TensorInfo,
         descriptor: int,
         decode: _Decoder,
@@ -202,7 +206,7 @@ class WeightReader:
         # torch.empty and not bytes: torch warns of memory that cannot be written.
         buffer = torch.empty((step, span.num_bytes), dtype=torch.uint8)
         view = buffer.numpy().data.cast("B")
-        for start, end, targets in _row_runs(info, first, last):
+        for start, end, targets in row_runs(info, first, last):
             for row in range(start, end, step):
                 count = min(step, end - row)
                 self._read_rows(descriptor, view, row, count, span, info)
@@ -220,18 +224,17 @@ class WeightReader:
         view: memoryview,
         start: int,
         count: int,
-        span: "_RowSpan",
+        span: RowSpan,
         info: TensorInfo,
     ) -> None:
         size = span.num_bytes
         if size == span.row_bytes:
-            offset = info.offset + start * size
-            pread_into(descriptor, view[: count * size], offset=offset, info=info)
+            pread_into(descriptor, view[: count * size], start=start * size, info=info)
         else:
             for row in range(count):
-                offset = info.offset + (start + row) * span.row_bytes + span.offset
+                first = (start + row) * span.row_bytes + span.offset
                 part = view[row * size : (row + 1) * size]
-                pread_into(descriptor, part, offset=offset, info=info)
+                pread_into(descriptor, part, start=first, info=info)
         self._count(count * size)
 
     def _count(self, num_bytes: int) -> None:
@@ -255,7 +258,7 @@ def _num_rows(info: TensorInfo) -> int:
     return math.prod(info.shape) if info.encoding in _PLAIN_DTYPES else 1
 
 
-def _row_runs(
+def row_runs(
     info: TensorInfo, first: int, last: int
 ) -> Iterator[tuple[int, int, torch.Tensor | None]]:
     """The file's rows that make up the model's rows [first, last), in runs [start, end).
@@ -279,13 +282,13 @@ def _row_runs(
             yield int(rows[0]), int(rows[-1]) + 1, torch.from_numpy(places)
 
 
-def _whole_rows(info: TensorInfo, num_rows: int) -> _RowSpan:
+def _whole_rows(info: TensorInfo, num_rows: int) -> RowSpan:
     size = info.num_bytes // num_rows
     elements = info.num_elements // num_rows
-    return _RowSpan(row_bytes=size, offset=0, num_bytes=size, start=0, stop=elements)
+    return RowSpan(row_bytes=size, offset=0, num_bytes=size, start=0, stop=elements)
 
 
-def _row_span(info: TensorInfo, start: int, end: int) -> _RowSpan:
+def _row_span(info: TensorInfo, start: int, end: int) -> RowSpan:
     """The blocks of a row that hold its values [start, end)."""
     row_bytes = info.num_bytes // _num_rows(info)
     dtype = _PLAIN_DTYPES.get(info.encoding)
@@ -294,7 +297,7 @@ def _row_span(info: TensorInfo, start: int, end: int) -> _RowSpan:
     else:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[info.encoding]]
     first, last = start // block, -(-end // block)
-    return _RowSpan(
+    return RowSpan(
         row_bytes=row_bytes,
         offset=first * size,
         num_bytes=(last - first) * size,

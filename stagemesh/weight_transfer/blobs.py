@@ -5,20 +5,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from stagemesh.checkpoint.weight_part import WeightPart
 from stagemesh.errors import CheckpointError
 from stagemesh.weight_transfer.content_hash import FileIdentity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
-    """Where the data of one tensor lies."""
+    """Where the data of one tensor, or of a part of one, lies."""
 
     path: Path
     """The file."""
     offset: int
-    """First byte."""
+    """First byte of the tensor."""
     num_bytes: int
-    """Length."""
+    """Length of the data."""
+    part: WeightPart | None = None
+    """Which bytes of the tensor it is; None for the first `num_bytes`."""
     identity: FileIdentity | None = None
     """The file as it was when it was hashed; None for files that are never written again."""
 
@@ -53,12 +56,16 @@ def read_blob(blob: Blob, *, offset: int, num_bytes: int) -> bytes:
             raise CheckpointError(
                 f"{blob.path} has changed since the model was described; load the model again"
             )
-        data = os.pread(descriptor, num_bytes, blob.offset + offset)
+        if blob.part is None:
+            data = os.pread(descriptor, num_bytes, blob.offset + offset)
+        else:
+            pieces = blob.part.pieces(offset, num_bytes)
+            data = b"".join(os.pread(descriptor, n, blob.offset + start) for start, n in pieces)
     finally:
         os.close(descriptor)
     if len(data) != num_bytes:
         raise CheckpointError(
-            f"{blob.path} is truncated: {num_bytes} bytes are wanted from byte "
-            f"{blob.offset + offset}, there are {len(data)}"
+            f"{blob.path} is truncated: of the tensor at byte {blob.offset} {num_bytes} bytes are "
+            f"wanted, there are {len(data)}"
         )
     return data

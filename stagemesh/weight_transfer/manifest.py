@@ -177,17 +177,14 @@ def _stored(text: str) -> StoredForm:
     return StoredForm(**fields, row_order=None if order is None else RowOrder(**order))
 
 
-def relocated(spec: ModelSpec, place: Callable[[TensorInfo], Path | None]) -> ModelSpec:
-    """The same model with its tensors in files of their own.
+def relocated(spec: ModelSpec, place: Callable[[TensorInfo], TensorInfo]) -> ModelSpec:
+    """The same model with its tensors elsewhere.
 
     Args:
         spec: a model.
-        place: the file that holds a tensor's data and nothing else; None leaves it where it is.
+        place: from a tensor as the model has it to the same one elsewhere.
     """
-    moved: dict[str, TensorInfo] = {}
-    for name, info in spec.tensors.items():
-        file = place(info)
-        moved[name] = info if file is None else dataclasses.replace(info, file=file, offset=0)
+    moved = {name: place(info) for name, info in spec.tensors.items()}
 
     def of(infos: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
         return tuple(moved[info.name] for info in infos)

@@ -11,21 +11,23 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from stagemesh.checkpoint.weight_part import WeightPart
 from stagemesh.errors import CapacityExceeded, NotReady, PeerLost, ProtocolError
 from stagemesh.model_spec import ModelSpec, TensorInfo
 from stagemesh.rpc.convert import check_version
 from stagemesh.rpc.v1 import weights_pb2, weights_pb2_grpc
 from stagemesh.weight_transfer.blobs import Blob, BlobStore, read_blob
-from stagemesh.weight_transfer.content_hash import HASH_BYTES
+from stagemesh.weight_transfer.content_hash import HASH_BYTES, HashedTensor
 from stagemesh.weight_transfer.disk_threads import DiskThreads
 from stagemesh.weight_transfer.manifest import model_parts
+from stagemesh.weight_transfer.part_messages import part_from_proto
 
 WEIGHT_SERVICE_NAME = "stagemesh.rpc.v1.WeightService"
 
 MAX_TENSORS_PER_CALL = 1024
 """Most tensors of one FetchTensors call."""
 MAX_HASHES_PER_CALL = 10_000
-"""Most hashes of one HaveTensors call."""
+"""Most hashes of one HashTensors or HaveTensors call."""
 
 _SIGN_SECONDS = 1.0
 _HASHES_PER_PART = 1000
@@ -42,8 +44,8 @@ class ModelBook(Protocol):
         """The model with this fingerprint, where it is served here."""
         ...
 
-    async def hash_of(self, info: TensorInfo) -> bytes:
-        """The hash of a tensor's data."""
+    async def hash_of(self, info: TensorInfo, part: WeightPart | None = None) -> HashedTensor:
+        """The hash of a tensor's data, or of a part of it."""
         ...
 
     @property
@@ -103,20 +105,32 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
     async def DescribeModel(  # noqa: N802
         self, request: weights_pb2.DescribeModelRequest, context: Context
     ) -> AsyncGenerator[weights_pb2.ModelPart, None]:
-        """Describe a model, then tell the hashes of a stage's tensors."""
+        """Describe a model."""
         check_version(request.version, peer="the caller")
-        spec = None if self._models is None else self._models.model(request.fingerprint)
-        if spec is None or self._models is None:
-            raise NotReady(
-                f"no model with fingerprint {request.fingerprint[:12]!r} is served here; "
-                "load it with the coordinator that serves it"
-            )
-        infos = spec.tensors_for_stage(request.start_layer, request.end_layer)
+        _, spec = self._model(request.fingerprint)
         for part in model_parts(spec):
             yield part
-        async with contextlib.aclosing(_hashes(self._models, infos)) as parts:
-            async for part in parts:
-                yield part
+
+    async def HashTensors(  # noqa: N802
+        self, request: weights_pb2.HashTensorsRequest, context: Context
+    ) -> AsyncGenerator[weights_pb2.TensorHashes, None]:
+        """Tell the hashes of tensors, or of parts of them."""
+        check_version(request.version, peer="the caller")
+        models, spec = self._model(request.fingerprint)
+        _check_count(len(request.tensors))
+        wanted = [_wanted(spec, item) for item in request.tensors]
+        async with contextlib.aclosing(_hashes(models, wanted)) as found:
+            async for hashes in found:
+                yield hashes
+
+    def _model(self, fingerprint: str) -> tuple[ModelBook, ModelSpec]:
+        spec = None if self._models is None else self._models.model(fingerprint)
+        if spec is None or self._models is None:
+            raise NotReady(
+                f"no model with fingerprint {fingerprint[:12]!r} is served here; "
+                "load it with the coordinator that serves it"
+            )
+        return self._models, spec
 
     # A coroutine that writes, which the generated types do not know: so a write has a deadline.
     async def FetchTensors(  # type: ignore[override]  # noqa: N802
@@ -139,8 +153,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         """Tell which of some hashes are here."""
         check_version(request.version, peer="the caller")
         hashes = list(request.content_hashes)
-        if len(hashes) > MAX_HASHES_PER_CALL:
-            raise ProtocolError(f"at most {MAX_HASHES_PER_CALL} hashes a call, got {len(hashes)}")
+        _check_count(len(hashes))
         for content_hash in hashes:
             _check_hash(content_hash)
         present = await self._disk.run(
@@ -216,24 +229,42 @@ def _check_hash(content_hash: bytes) -> None:
         raise ProtocolError(f"a hash has {HASH_BYTES} bytes, got {len(content_hash)}")
 
 
+def _check_count(count: int) -> None:
+    if count > MAX_HASHES_PER_CALL:
+        raise ProtocolError(f"at most {MAX_HASHES_PER_CALL} hashes a call, got {count}")
+
+
+def _wanted(
+    spec: ModelSpec, item: weights_pb2.WantedTensor
+) -> tuple[TensorInfo, WeightPart | None]:
+    info = spec.tensors.get(item.name)
+    if info is None:
+        raise ProtocolError(f"{spec.name} has no tensor {item.name!r:.100}")
+    return info, part_from_proto(item.part, info=info) if item.HasField("part") else None
+
+
 async def _hashes(
-    models: ModelBook, infos: Sequence[TensorInfo]
-) -> AsyncGenerator[weights_pb2.ModelPart, None]:
+    models: ModelBook, wanted: Sequence[tuple[TensorInfo, WeightPart | None]]
+) -> AsyncGenerator[weights_pb2.TensorHashes, None]:
     """Hashes as they become known, with a sign of life each second while there is none."""
-    entries: list[weights_pb2.TensorHash] = []
+    hashes: list[weights_pb2.TensorHash] = []
     sent_at = time.monotonic()
-    for info in infos:
-        task = asyncio.ensure_future(models.hash_of(info))
+    for info, part in wanted:
+        task = asyncio.ensure_future(models.hash_of(info, part))
         try:
             while True:
                 await asyncio.wait({task}, timeout=_SIGN_SECONDS)
                 now = time.monotonic()
-                if now - sent_at >= _SIGN_SECONDS or len(entries) >= _HASHES_PER_PART:
-                    yield weights_pb2.ModelPart(hashes=entries, hashed_bytes=models.hashed_bytes)
-                    entries, sent_at = [], now
+                if now - sent_at >= _SIGN_SECONDS or len(hashes) >= _HASHES_PER_PART:
+                    yield weights_pb2.TensorHashes(hashes=hashes, hashed_bytes=models.hashed_bytes)
+                    hashes, sent_at = [], now
                 if task.done():
                     break
         finally:
             task.cancel()
-        entries.append(weights_pb2.TensorHash(name=info.name, content_hash=task.result()))
-    yield weights_pb2.ModelPart(hashes=entries, hashed_bytes=models.hashed_bytes)
+        found = task.result()
+        whole_hash = b"" if part is None else found.whole_hash or b""
+        hashes.append(
+            weights_pb2.TensorHash(content_hash=found.content_hash, whole_hash=whole_hash)
+        )
+    yield weights_pb2.TensorHashes(hashes=hashes, hashed_bytes=models.hashed_bytes)

@@ -1,5 +1,6 @@
 """What crosses the network for stages of several ranks: weights and activations, counted."""
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from node.next_stage import NextStage
+from stagemesh.layout import StageAssignment
+from stagemesh.model_spec import ModelSpec
 from tests.support.cluster import Cluster, start_cluster, tiny_model
 from tests.support.stage_chain import reference_tokens
 
@@ -22,7 +25,28 @@ def received_bytes(cluster: Cluster) -> dict[str, int]:
     return {load.node_id: sum(origin.num_bytes for origin in load.fetch.origins) for load in loads}
 
 
-async def test_ranks_without_files_get_their_stage_once_and_keep_it(tmp_path: Path) -> None:
+def shard_bytes(spec: ModelSpec, stage: StageAssignment, rank: int) -> int:
+    """What a rank has of each of a stage's tensors, by their names."""
+
+    def share(name: str) -> Fraction:
+        shares, kind = stage.shares, name.split(".")[-2]
+        if shares is None or kind.endswith("norm"):
+            return Fraction(1)
+        if kind in ("q_proj", "o_proj"):
+            return Fraction(shares.query_heads[rank], shares.num_heads)
+        if kind in ("k_proj", "v_proj"):
+            start, end = shares.kv_range(rank)
+            return Fraction(end - start, shares.num_kv_heads)
+        if kind in ("gate_proj", "up_proj", "down_proj"):
+            return Fraction(shares.mlp_columns[rank], sum(shares.mlp_columns))
+        assert kind in ("embed_tokens", "lm_head"), name
+        return Fraction(shares.vocab_rows[rank], sum(shares.vocab_rows))
+
+    infos = spec.tensors_for_stage(stage.start_layer, stage.end_layer)
+    return int(sum(info.num_bytes * share(info.name) for info in infos))
+
+
+async def test_ranks_without_files_get_their_shards_once_and_keep_them(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, **SIX_HEADS)
     model = AutoModelForCausalLM.from_pretrained(folder)
     expected = reference_tokens(model, PROMPT, NUM_TOKENS)
@@ -38,17 +62,19 @@ async def test_ranks_without_files_get_their_stage_once_and_keep_it(tmp_path: Pa
             assert plan is not None
             assert [len(stage.node_ids) for stage in plan.stages] == [2, 1]
             shards = {
-                node_id: sum(
-                    info.num_bytes
-                    for info in spec.tensors_for_stage(stage.start_layer, stage.end_layer)
-                )
+                node_id: shard_bytes(spec, stage, rank)
                 for stage in plan.stages
-                for node_id in stage.node_ids
+                for rank, node_id in enumerate(stage.node_ids)
             }
+            # Negative control: the ranks' shards differ from each other and from the whole stage.
+            first = plan.stages[0]
+            whole = spec.tensors_for_stage(first.start_layer, first.end_layer)
+            sizes = {*shards.values(), sum(info.num_bytes for info in whole)}
+            assert len(sizes) == 4
             received = received_bytes(cluster)
             sent = cluster.coordinator.weights.sent_bytes.total()
             if is_first:
-                assert received == pytest.approx(shards, rel=0.01)
+                assert received == shards
                 # What a node has from another one, the coordinator did not send.
                 assert sent <= sum(received.values())
             else:

@@ -110,15 +110,6 @@ def namespaces(*names: str) -> Iterator[dict[str, str]]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and ip (Debian: apt-get install iproute2)")
 
-    def join(index: int, space: str) -> None:
-        ip("netns", "add", space)
-        pair = ("type", "veth", "peer", "name", "e", "netns", space)
-        ip("-n", f"{tag}hub", "link", "add", "name", f"p{index}", *pair)
-        ip("-n", f"{tag}hub", "link", "set", f"p{index}", "master", "hub0", "up")
-        ip("-n", space, "addr", "add", f"10.77.0.{index}/24", "dev", "e")
-        for device in ("e", "lo"):
-            ip("-n", space, "link", "set", device, "up")
-
     def ip(*words: str, check: bool = True) -> bool:
         done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=10)
         assert not check or done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from stagemesh.comm.process_group import ProcessGroup
+from stagemesh.inference.read_plan import plan_reads
 from stagemesh.inference.stage_engine import StageEngine
 from stagemesh.model_spec import ModelSpec, load_model_spec
 from stagemesh.models.tensor_group import TensorGroup
@@ -14,6 +15,7 @@ from stagemesh.placement.tensor_shares import TensorShares
 from stagemesh.steps import SampledToken, SamplingParams, Segment, Step
 from tests.support.ranks import run_ranks
 from tests.support.stage_chain import even_sizes
+from tests.support.weight_parts import keep_parts
 
 GREEDY = SamplingParams()
 
@@ -66,6 +68,22 @@ def load_rank(
     )
 
 
+def keep_planned(
+    spec: ModelSpec, shares: TensorShares, rank: int, layers: tuple[int, int], folder: Path
+) -> ModelSpec:
+    """The model, of which nothing is there but what a rank will read."""
+    parts = plan_reads(
+        spec,
+        start_layer=layers[0],
+        end_layer=layers[1],
+        dtype="float32",
+        quantize="none",
+        shares=shares,
+        rank=rank,
+    )
+    return keep_parts(spec, parts, folder)
+
+
 def generate_on_ranks(
     model: Path | str,
     prompt: Sequence[int],
@@ -78,11 +96,13 @@ def generate_on_ranks(
     backend: str = "local",
     dtype: str = "float32",
     on_engine: Callable[[StageEngine], None] | None = None,
+    parts_folder: Path | None = None,
 ) -> list[RankRun]:
     """Generate with stages of the given degrees, and give what each rank saw.
 
     The first rank of a stage sends the activation to each rank of the next one, and the last rank
-    tells all others the tokens.
+    tells all others the tokens. With a `parts_folder` each rank loads from files there, which have
+    the bytes that were planned for it and no others.
     """
     spec = load_model_spec(model)
     sizes = even_sizes(spec.num_layers, len(degrees))
@@ -95,7 +115,12 @@ def generate_on_ranks(
         group = groups[stage]
         assert group is not None
         layers = (sum(sizes[:stage]), sum(sizes[: stage + 1]))
-        engine = load_rank(spec, group, parts[stage], layers=layers, dtype=dtype)
+        own = spec
+        if parts_folder is not None:
+            own = keep_planned(
+                spec, parts[stage], group.rank, layers, parts_folder / f"{world.rank}"
+            )
+        engine = load_rank(own, group, parts[stage], layers=layers, dtype=dtype)
         if on_engine is not None:
             on_engine(engine)
         kept: list[torch.Tensor] = []

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.weight_server import DeployedWeights
-from node.model_source import ModelSource, ModelWanted, SourceConfig
+from node.model_source import ModelSource
+from node.model_wanted import ModelWanted, SourceConfig
+from node.stage_fetch import Parts
 from node.weight_cache import WeightCache
 from node.weight_fetch import FetchLimits
 from node.weight_progress import FetchProgress
@@ -96,10 +98,16 @@ class FetchingNode:
     cache: WeightCache
     progress: FetchProgress
 
-    async def load(self, wanted: ModelWanted) -> ModelSpec:
+    async def load(self, wanted: ModelWanted, parts: Parts | None = None) -> ModelSpec:
         """Fetch a stage's weights, as a load does, and return where they are."""
         self.progress = FetchProgress()
-        async with self.source.open(wanted, self.progress) as spec:
+
+        async def plan(_: ModelSpec) -> Parts:
+            assert parts is not None
+            return parts
+
+        plan_parts = None if parts is None else plan
+        async with self.source.open(wanted, self.progress, plan=plan_parts) as spec:
             return spec
 
 

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import torch
 
+from stagemesh.checkpoint.weight_part import WeightBlock, WeightPart
 from stagemesh.errors import (
     CapacityExceeded,
     CheckpointError,
@@ -27,6 +28,7 @@ from stagemesh.weight_transfer.content_hash import HashBook
 from stagemesh.weight_transfer.service import TransferLimits
 from tests.cluster.asking import until
 from tests.support.checkpoints import write_tiny_checkpoint, write_tiny_gguf
+from tests.support.weight_parts import data_of
 from tests.weights.serving import (
     FAST,
     SMALL_CHUNKS,
@@ -133,6 +135,122 @@ async def test_nodes_that_share_a_stage_take_halves_from_each_other(
         assert all(node.progress.received.total() == whole for node in nodes.values())
         # They meet in the middle, where both may have begun with the same tensors.
         assert served.sent_bytes < 1.5 * whole if is_shared else served.sent_bytes == 2 * whole
+
+
+async def test_parts_of_tensors_are_all_that_is_sent(tmp_path: Path) -> None:
+    async with serve_model(write_tiny_checkpoint(tmp_path / "m")) as served:
+        parts = some_parts(served)
+        size = parts_bytes(served, parts)
+        assert size < 0.6 * served.stage_bytes(0, 4)
+        with fetching_node(tmp_path / "c", coordinator=served.address) as node:
+            spec = await node.load(stage_of(served, 0, 4), parts)
+            assert served.sent_bytes == node.progress.total_bytes == size
+            for name, part in parts.items():
+                found = spec.tensors[name]
+                assert found.part == part
+                assert found.file.read_bytes() == data_of(served.spec.tensors[name], part)
+            await node.load(stage_of(served, 0, 4), parts)
+            assert served.sent_bytes == size
+            # Negative control: other parts are not there.
+            await node.load(stage_of(served, 0, 4), some_parts(served, first_row=1))
+            assert served.sent_bytes > 1.5 * size
+
+
+async def test_parts_go_on_where_they_broke_and_come_from_peers(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "m")
+    slow = replace(FAST, num_streams=1)
+    async with serve_model(model) as served:
+        parts = some_parts(served)
+        size = parts_bytes(served, parts)
+        with fetching_node(tmp_path / "c", coordinator=served.address, limits=slow) as node:
+            loading = asyncio.create_task(node.load(stage_of(served, 0, 4), parts))
+            await until(lambda: node.progress.present_bytes > size // 2)
+            loading.cancel()
+            await asyncio.wait({loading})
+    files = [p for p in (tmp_path / "c").rglob("*") if p.is_file() and len(p.name) == 64]
+    got = sum(path.stat().st_size for path in files)
+    assert size // 2 < got < size
+    async with serve_model(model) as served:
+        with fetching_node(tmp_path / "c", coordinator=served.address) as node:
+            await node.load(stage_of(served, 0, 4), parts)
+        assert served.sent_bytes == size - got
+        async with serve_store(node.cache) as peer:
+            peers = (("a", peer.address),)
+            with fetching_node(tmp_path / "b", coordinator=served.address, node_id="b") as second:
+                spec = await second.load(stage_of(served, 0, 4, peers=peers), parts)
+                assert second.progress.received == {"a": size}
+        name, part = next((n, p) for n, p in parts.items() if p is not None)
+        assert spec.tensors[name].file.read_bytes() == data_of(served.spec.tensors[name], part)
+
+
+async def test_who_has_the_whole_tensors_is_sent_no_parts_of_them(tmp_path: Path) -> None:
+    async with serve_model(write_tiny_checkpoint(tmp_path / "m")) as served:
+        parts = some_parts(served)
+        with fetching_node(tmp_path / "c", coordinator=served.address) as node:
+            await node.load(stage_of(served, 0, 2))
+            before = served.sent_bytes
+            spec = await node.load(stage_of(served, 0, 4), parts)
+            there = {info.name for info in served.spec.tensors_for_stage(0, 2)}
+            rest = {name: part for name, part in parts.items() if name not in there}
+            assert served.sent_bytes - before == parts_bytes(served, rest) > 0
+            assert {name for name in parts if spec.tensors[name].part != parts[name]} == {
+                name for name in parts if name in there and parts[name] is not None
+            }
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (weights_pb2.WeightPart(row_bytes=128), "from 1 to"),
+        (weights_pb2.WeightPart(blocks=[weights_pb2.WeightBlock(end_row=1, end_byte=1)]), "not of"),
+        (
+            weights_pb2.WeightPart(
+                row_bytes=128, blocks=[weights_pb2.WeightBlock(end_row=2**40, end_byte=128)]
+            ),
+            "the tensor has",
+        ),
+    ],
+)
+async def test_parts_that_a_tensor_does_not_have_are_refused(
+    tmp_path: Path, part: weights_pb2.WeightPart, text: str
+) -> None:
+    async with serve_model(write_tiny_checkpoint(tmp_path / "m")) as served, client(served) as stub:
+        name = served.spec.groups.embedding.name
+        request = weights_pb2.HashTensorsRequest(
+            version=our_version(),
+            fingerprint=served.spec.fingerprint,
+            tensors=[weights_pb2.WantedTensor(name=name, part=part)],
+        )
+        with pytest.raises(grpc.aio.AioRpcError, match=text):
+            await stub.HashTensors(request).read()
+        request.tensors[0].ClearField("part")
+        assert len((await stub.HashTensors(request).read()).hashes) == 1
+        request.tensors[0].name = "../../etc/passwd"
+        with pytest.raises(grpc.aio.AioRpcError, match="has no tensor"):
+            await stub.HashTensors(request).read()
+
+
+def some_parts(served: Served, *, first_row: int = 0) -> dict[str, WeightPart | None]:
+    """Every other tensor: half of its rows, then of others the first half, and some whole."""
+    parts: dict[str, WeightPart | None] = {}
+    for index, info in enumerate(served.spec.tensors_for_stage(0, 4)):
+        if len(info.shape) == 1:
+            parts[info.name] = None
+            continue
+        rows, row_bytes = info.shape[0], info.num_bytes // info.shape[0]
+        blocks = [WeightBlock(first_row, rows // 2, 0, row_bytes)]
+        if index % 2:
+            blocks = [
+                WeightBlock(first_row, rows // 2, 4, row_bytes // 2),
+                WeightBlock(rows // 2, rows, 0, row_bytes // 4),
+            ]
+        parts[info.name] = WeightPart(row_bytes, tuple(blocks))
+    return parts
+
+
+def parts_bytes(served: Served, parts: dict[str, WeightPart | None]) -> int:
+    tensors = served.spec.tensors
+    return sum(replace(tensors[name], part=part).held_bytes for name, part in parts.items())
 
 
 async def test_a_peer_that_dies_or_lies_is_left_for_the_coordinator(tmp_path: Path) -> None:
@@ -268,7 +386,7 @@ async def test_a_file_that_changes_under_the_server_is_not_sent(tmp_path: Path) 
     async with serve_model(model) as served, client(served) as stub:
         info = served.spec.groups.embedding
         assert served.servicer._models is not None
-        digest = await served.servicer._models.hash_of(info)
+        digest = (await served.servicer._models.hash_of(info)).content_hash
         assert await fetch(stub, digest) == info.num_bytes
         with info.file.open("r+b") as file:
             file.write(b"\0")
@@ -310,7 +428,7 @@ async def test_bad_requests_are_refused(tmp_path: Path, case: str) -> None:
     hashes, offset, _, text = BAD[case]
     async with serve_model(write_tiny_checkpoint(tmp_path / "m")) as served, client(served) as stub:
         info = served.spec.groups.embedding
-        good = await served.servicer._models.hash_of(info)  # type: ignore[union-attr]
+        good = (await served.servicer._models.hash_of(info)).content_hash  # type: ignore[union-attr]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await fetch(stub, *hashes(good), offset=offset)
         assert text in str(refused.value.details())

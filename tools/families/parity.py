@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel
@@ -81,10 +82,11 @@ def check_stages(path: Path, model: PreTrainedModel) -> None:
 
 
 def check_ranks(path: Path, model: PreTrainedModel) -> None:
-    """The same with one stage of two ranks.
+    """The same with one stage of two ranks, which have no bytes of the files but their own.
 
     Raises:
-        AssertionError: the logits are others than those of `model`.
+        AssertionError: the logits are others than those of `model`, or a rank read other bytes than
+            were planned for it.
         UnsupportedModel: the family is refused.
     """
     spec = load_model_spec(path)
@@ -95,7 +97,19 @@ def check_ranks(path: Path, model: PreTrainedModel) -> None:
         mlp_columns=_mlp_columns(model),
         vocab_size=VOCAB_SIZE,
     )
-    runs = generate_on_ranks(path, PROMPT, NUM_TOKENS, degrees=(2,), shares=[shares])
+    with TemporaryDirectory() as folder:
+        runs = generate_on_ranks(
+            path,
+            PROMPT,
+            NUM_TOKENS,
+            degrees=(2,),
+            shares=[shares],
+            parts_folder=Path(folder),
+        )
+        for rank, run in enumerate(runs):
+            planned = sum(file.stat().st_size for file in (Path(folder) / f"{rank}").iterdir())
+            read = run.engine.stage.read_bytes
+            assert read == planned, f"rank {rank} read {read} bytes, {planned} were planned"
     _compare(whole_logits(runs), runs[0].tokens, model)
 
 

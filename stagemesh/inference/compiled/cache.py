@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from stagemesh.errors import ConfigError
-from stagemesh.models.builder import DTYPES
+from stagemesh.models.draft import DTYPES
 from stagemesh.version import SOFTWARE_VERSION
 
 _FORMAT = 2

@@ -30,7 +30,7 @@ from stagemesh.inference.compiled.cache import package_path
 from stagemesh.inference.compiled.layer_call import DTYPES_BY_NAME
 from stagemesh.inference.compiled.linear_forms import MANY, use_form
 from stagemesh.inference.compiled.units import UnitKind, describe
-from stagemesh.models.builder import DTYPES
+from stagemesh.models.draft import DTYPES
 from stagemesh.models.family_config import build_on_meta, checked_config
 from stagemesh.models.outline import base_of, find_layers
 

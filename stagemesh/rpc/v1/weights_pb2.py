@@ -25,39 +25,49 @@ _sym_db = _symbol_database.Default()
 from stagemesh.rpc.v1 import common_pb2 as stagemesh_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estagemesh/rpc/v1/weights.proto\x12\x10stagemesh.rpc.v1\x1a\x1dstagemesh/rpc/v1/common.proto\".\n\nWeightPeer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\x87\x01\n\x14\x44\x65scribeModelRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0bstart_layer\x18\x03 \x01(\r\x12\x11\n\tend_layer\x18\x04 \x01(\r\"\xb6\x01\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bsource_name\x18\x02 \x01(\t\x12\x10\n\x08\x65ncoding\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12,\n\x05place\x18\x06 \x01(\x0e\x32\x1d.stagemesh.rpc.v1.TensorPlace\x12\r\n\x05layer\x18\x07 \x01(\r\x12\x13\n\x0bstored_json\x18\x08 \x01(\t\"0\n\nTensorHash\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x63ontent_hash\x18\x02 \x01(\x0c\"\x92\x01\n\tModelPart\x12\x11\n\tspec_json\x18\x01 \x01(\x0c\x12.\n\x07tensors\x18\x02 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.TensorEntry\x12,\n\x06hashes\x18\x03 \x03(\x0b\x32\x1c.stagemesh.rpc.v1.TensorHash\x12\x14\n\x0chashed_bytes\x18\x04 \x01(\x04\"3\n\x0bTensorRange\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\x8a\x01\n\x13\x46\x65tchTensorsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12.\n\x07tensors\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.TensorRange\":\n\x0bTensorChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"`\n\x12HaveTensorsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x16\n\x0e\x63ontent_hashes\x18\x02 \x03(\x0c\"&\n\x10HaveTensorsReply\x12\x12\n\nis_present\x18\x01 \x03(\x08\"\x98\x01\n\x0bWeightFetch\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x15\n\rpresent_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x14\n\x0chashed_bytes\x18\x04 \x01(\x04\x12/\n\x07origins\x18\x05 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.WeightOrigin\"1\n\x0cWeightOrigin\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04*\xc0\x01\n\x0bTensorPlace\x12\x1c\n\x18TENSOR_PLACE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_PLACE_UNUSED\x10\x01\x12\x16\n\x12TENSOR_PLACE_FIRST\x10\x02\x12\x16\n\x12TENSOR_PLACE_LAYER\x10\x03\x12\x15\n\x11TENSOR_PLACE_LAST\x10\x04\x12\x15\n\x11TENSOR_PLACE_HEAD\x10\x05\x12\x1c\n\x18TENSOR_PLACE_UNUSED_HEAD\x10\x06\x32\x98\x02\n\rWeightService\x12V\n\rDescribeModel\x12&.stagemesh.rpc.v1.DescribeModelRequest\x1a\x1b.stagemesh.rpc.v1.ModelPart0\x01\x12V\n\x0c\x46\x65tchTensors\x12%.stagemesh.rpc.v1.FetchTensorsRequest\x1a\x1d.stagemesh.rpc.v1.TensorChunk0\x01\x12W\n\x0bHaveTensors\x12$.stagemesh.rpc.v1.HaveTensorsRequest\x1a\".stagemesh.rpc.v1.HaveTensorsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estagemesh/rpc/v1/weights.proto\x12\x10stagemesh.rpc.v1\x1a\x1dstagemesh/rpc/v1/common.proto\".\n\nWeightPeer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"_\n\x14\x44\x65scribeModelRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\"\xb6\x01\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bsource_name\x18\x02 \x01(\t\x12\x10\n\x08\x65ncoding\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12,\n\x05place\x18\x06 \x01(\x0e\x32\x1d.stagemesh.rpc.v1.TensorPlace\x12\r\n\x05layer\x18\x07 \x01(\r\x12\x13\n\x0bstored_json\x18\x08 \x01(\t\"N\n\tModelPart\x12\x11\n\tspec_json\x18\x01 \x01(\x0c\x12.\n\x07tensors\x18\x02 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.TensorEntry\"W\n\x0bWeightBlock\x12\x11\n\tfirst_row\x18\x01 \x01(\x04\x12\x0f\n\x07\x65nd_row\x18\x02 \x01(\x04\x12\x12\n\nfirst_byte\x18\x03 \x01(\x04\x12\x10\n\x08\x65nd_byte\x18\x04 \x01(\x04\"N\n\nWeightPart\x12\x11\n\trow_bytes\x18\x01 \x01(\x04\x12-\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.WeightBlock\"H\n\x0cWantedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1c.stagemesh.rpc.v1.WeightPart\"\x8e\x01\n\x12HashTensorsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12/\n\x07tensors\x18\x03 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.WantedTensor\"6\n\nTensorHash\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x12\n\nwhole_hash\x18\x02 \x01(\x0c\"R\n\x0cTensorHashes\x12,\n\x06hashes\x18\x01 \x03(\x0b\x32\x1c.stagemesh.rpc.v1.TensorHash\x12\x14\n\x0chashed_bytes\x18\x02 \x01(\x04\"3\n\x0bTensorRange\x12\x14\n\x0c\x63ontent_hash\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\x8a\x01\n\x13\x46\x65tchTensorsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12.\n\x07tensors\x18\x03 \x03(\x0b\x32\x1d.stagemesh.rpc.v1.TensorRange\":\n\x0bTensorChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"`\n\x12HaveTensorsRequest\x12\x32\n\x07version\x18\x01 \x01(\x0b\x32!.stagemesh.rpc.v1.ProtocolVersion\x12\x16\n\x0e\x63ontent_hashes\x18\x02 \x03(\x0c\"&\n\x10HaveTensorsReply\x12\x12\n\nis_present\x18\x01 \x03(\x08\"\x98\x01\n\x0bWeightFetch\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\x12\x15\n\rpresent_bytes\x18\x02 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x14\n\x0chashed_bytes\x18\x04 \x01(\x04\x12/\n\x07origins\x18\x05 \x03(\x0b\x32\x1e.stagemesh.rpc.v1.WeightOrigin\"1\n\x0cWeightOrigin\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04*\xc0\x01\n\x0bTensorPlace\x12\x1c\n\x18TENSOR_PLACE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_PLACE_UNUSED\x10\x01\x12\x16\n\x12TENSOR_PLACE_FIRST\x10\x02\x12\x16\n\x12TENSOR_PLACE_LAYER\x10\x03\x12\x15\n\x11TENSOR_PLACE_LAST\x10\x04\x12\x15\n\x11TENSOR_PLACE_HEAD\x10\x05\x12\x1c\n\x18TENSOR_PLACE_UNUSED_HEAD\x10\x06\x32\xef\x02\n\rWeightService\x12V\n\rDescribeModel\x12&.stagemesh.rpc.v1.DescribeModelRequest\x1a\x1b.stagemesh.rpc.v1.ModelPart0\x01\x12U\n\x0bHashTensors\x12$.stagemesh.rpc.v1.HashTensorsRequest\x1a\x1e.stagemesh.rpc.v1.TensorHashes0\x01\x12V\n\x0c\x46\x65tchTensors\x12%.stagemesh.rpc.v1.FetchTensorsRequest\x1a\x1d.stagemesh.rpc.v1.TensorChunk0\x01\x12W\n\x0bHaveTensors\x12$.stagemesh.rpc.v1.HaveTensorsRequest\x1a\".stagemesh.rpc.v1.HaveTensorsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.rpc.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSORPLACE']._serialized_start=1252
-  _globals['_TENSORPLACE']._serialized_end=1444
+  _globals['_TENSORPLACE']._serialized_start=1620
+  _globals['_TENSORPLACE']._serialized_end=1812
   _globals['_WEIGHTPEER']._serialized_start=83
   _globals['_WEIGHTPEER']._serialized_end=129
-  _globals['_DESCRIBEMODELREQUEST']._serialized_start=132
-  _globals['_DESCRIBEMODELREQUEST']._serialized_end=267
-  _globals['_TENSORENTRY']._serialized_start=270
-  _globals['_TENSORENTRY']._serialized_end=452
-  _globals['_TENSORHASH']._serialized_start=454
-  _globals['_TENSORHASH']._serialized_end=502
-  _globals['_MODELPART']._serialized_start=505
-  _globals['_MODELPART']._serialized_end=651
-  _globals['_TENSORRANGE']._serialized_start=653
-  _globals['_TENSORRANGE']._serialized_end=704
-  _globals['_FETCHTENSORSREQUEST']._serialized_start=707
-  _globals['_FETCHTENSORSREQUEST']._serialized_end=845
-  _globals['_TENSORCHUNK']._serialized_start=847
-  _globals['_TENSORCHUNK']._serialized_end=905
-  _globals['_HAVETENSORSREQUEST']._serialized_start=907
-  _globals['_HAVETENSORSREQUEST']._serialized_end=1003
-  _globals['_HAVETENSORSREPLY']._serialized_start=1005
-  _globals['_HAVETENSORSREPLY']._serialized_end=1043
-  _globals['_WEIGHTFETCH']._serialized_start=1046
-  _globals['_WEIGHTFETCH']._serialized_end=1198
-  _globals['_WEIGHTORIGIN']._serialized_start=1200
-  _globals['_WEIGHTORIGIN']._serialized_end=1249
-  _globals['_WEIGHTSERVICE']._serialized_start=1447
-  _globals['_WEIGHTSERVICE']._serialized_end=1727
+  _globals['_DESCRIBEMODELREQUEST']._serialized_start=131
+  _globals['_DESCRIBEMODELREQUEST']._serialized_end=226
+  _globals['_TENSORENTRY']._serialized_start=229
+  _globals['_TENSORENTRY']._serialized_end=411
+  _globals['_MODELPART']._serialized_start=413
+  _globals['_MODELPART']._serialized_end=491
+  _globals['_WEIGHTBLOCK']._serialized_start=493
+  _globals['_WEIGHTBLOCK']._serialized_end=580
+  _globals['_WEIGHTPART']._serialized_start=582
+  _globals['_WEIGHTPART']._serialized_end=660
+  _globals['_WANTEDTENSOR']._serialized_start=662
+  _globals['_WANTEDTENSOR']._serialized_end=734
+  _globals['_HASHTENSORSREQUEST']._serialized_start=737
+  _globals['_HASHTENSORSREQUEST']._serialized_end=879
+  _globals['_TENSORHASH']._serialized_start=881
+  _globals['_TENSORHASH']._serialized_end=935
+  _globals['_TENSORHASHES']._serialized_start=937
+  _globals['_TENSORHASHES']._serialized_end=1019
+  _globals['_TENSORRANGE']._serialized_start=1021
+  _globals['_TENSORRANGE']._serialized_end=1072
+  _globals['_FETCHTENSORSREQUEST']._serialized_start=1075
+  _globals['_FETCHTENSORSREQUEST']._serialized_end=1213
+  _globals['_TENSORCHUNK']._serialized_start=1215
+  _globals['_TENSORCHUNK']._serialized_end=1273
+  _globals['_HAVETENSORSREQUEST']._serialized_start=1275
+  _globals['_HAVETENSORSREQUEST']._serialized_end=1371
+  _globals['_HAVETENSORSREPLY']._serialized_start=1373
+  _globals['_HAVETENSORSREPLY']._serialized_end=1411
+  _globals['_WEIGHTFETCH']._serialized_start=1414
+  _globals['_WEIGHTFETCH']._serialized_end=1566
+  _globals['_WEIGHTORIGIN']._serialized_start=1568
+  _globals['_WEIGHTORIGIN']._serialized_end=1617
+  _globals['_WEIGHTSERVICE']._serialized_start=1815
+  _globals['_WEIGHTSERVICE']._serialized_end=2182
 # @@protoc_insertion_point(module_scope)

@@ -83,12 +83,7 @@ class DescribeModelRequest(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    START_LAYER_FIELD_NUMBER: _builtins.int
-    END_LAYER_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    start_layer: _builtins.int
-    """The stage whose tensors are wanted."""
-    end_layer: _builtins.int
     @_builtins.property
     def version(self) -> _common_pb2.ProtocolVersion: ...
     def __init__(
@@ -96,12 +91,10 @@ class DescribeModelRequest(_message.Message):
         *,
         version: _common_pb2.ProtocolVersion | None = ...,
         fingerprint: _builtins.str = ...,
-        start_layer: _builtins.int = ...,
-        end_layer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "fingerprint", b"fingerprint", "start_layer", b"start_layer", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,61 +146,187 @@ class TensorEntry(_message.Message):
 Global___TensorEntry: _TypeAlias = TensorEntry  # noqa: Y015
 
 @_typing.final
-class TensorHash(_message.Message):
+class ModelPart(_message.Message):
+    """First the JSON, in pieces to be joined; then all tensors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_JSON_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    spec_json: _builtins.bytes
+    """Config, dimensions and metadata, without what only a tokenizer needs."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorEntry]: ...
+    def __init__(
+        self,
+        *,
+        spec_json: _builtins.bytes = ...,
+        tensors: _abc.Iterable[Global___TensorEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec_json", b"spec_json", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelPart: _TypeAlias = ModelPart  # noqa: Y015
+
+@_typing.final
+class WeightBlock(_message.Message):
+    """Rows [first_row, end_row) of a tensor's data, and of each its bytes [first_byte, end_byte)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_ROW_FIELD_NUMBER: _builtins.int
+    END_ROW_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_FIELD_NUMBER: _builtins.int
+    END_BYTE_FIELD_NUMBER: _builtins.int
+    first_row: _builtins.int
+    end_row: _builtins.int
+    first_byte: _builtins.int
+    end_byte: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_row: _builtins.int = ...,
+        end_row: _builtins.int = ...,
+        first_byte: _builtins.int = ...,
+        end_byte: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_byte", b"end_byte", "end_row", b"end_row", "first_byte", b"first_byte", "first_row", b"first_row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightBlock: _TypeAlias = WeightBlock  # noqa: Y015
+
+@_typing.final
+class WeightPart(_message.Message):
+    """Some bytes of a tensor: blocks, one after the other. Their data is what is hashed and sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    row_bytes: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightBlock]: ...
+    def __init__(
+        self,
+        *,
+        row_bytes: _builtins.int = ...,
+        blocks: _abc.Iterable[Global___WeightBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "row_bytes", b"row_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightPart: _TypeAlias = WeightPart  # noqa: Y015
+
+@_typing.final
+class WantedTensor(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    content_hash: _builtins.bytes
-    """BLAKE2b-256 of the data as it is in the file."""
+    @_builtins.property
+    def part(self) -> Global___WeightPart:
+        """Not set for all of the tensor."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        part: Global___WeightPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantedTensor: _TypeAlias = WantedTensor  # noqa: Y015
+
+@_typing.final
+class HashTensorsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    @_builtins.property
+    def version(self) -> _common_pb2.ProtocolVersion: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WantedTensor]: ...
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.ProtocolVersion | None = ...,
+        fingerprint: _builtins.str = ...,
+        tensors: _abc.Iterable[Global___WantedTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HashTensorsRequest: _TypeAlias = HashTensorsRequest  # noqa: Y015
+
+@_typing.final
+class TensorHash(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_HASH_FIELD_NUMBER: _builtins.int
+    WHOLE_HASH_FIELD_NUMBER: _builtins.int
+    content_hash: _builtins.bytes
+    """BLAKE2b-256 of what was asked for, as it is in the file."""
+    whole_hash: _builtins.bytes
+    """That of all of the tensor, where a part was asked for and the server knows it: who has the whole
+    has the part.
+    """
+    def __init__(
+        self,
+        *,
         content_hash: _builtins.bytes = ...,
+        whole_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "whole_hash", b"whole_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorHash: _TypeAlias = TensorHash  # noqa: Y015
 
 @_typing.final
-class ModelPart(_message.Message):
-    """First the JSON, in pieces to be joined; then all tensors; then the hashes of the stage's tensors."""
-
+class TensorHashes(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SPEC_JSON_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     HASHED_BYTES_FIELD_NUMBER: _builtins.int
-    spec_json: _builtins.bytes
-    """Config, dimensions and metadata, without what only a tokenizer needs."""
     hashed_bytes: _builtins.int
     """Bytes that the server has hashed since its start, for whomever: who waits sees that it goes on."""
-    @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorEntry]: ...
     @_builtins.property
     def hashes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHash]: ...
     def __init__(
         self,
         *,
-        spec_json: _builtins.bytes = ...,
-        tensors: _abc.Iterable[Global___TensorEntry] | None = ...,
         hashes: _abc.Iterable[Global___TensorHash] | None = ...,
         hashed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashed_bytes", b"hashed_bytes", "hashes", b"hashes", "spec_json", b"spec_json", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashed_bytes", b"hashed_bytes", "hashes", b"hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ModelPart: _TypeAlias = ModelPart  # noqa: Y015
+Global___TensorHashes: _TypeAlias = TensorHashes  # noqa: Y015
 
 @_typing.final
 class TensorRange(_message.Message):

@@ -39,6 +39,11 @@ class WeightServiceStub(object):
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.DescribeModelRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.ModelPart.FromString,
                 _registered_method=True)
+        self.HashTensors = channel.unary_stream(
+                '/stagemesh.rpc.v1.WeightService/HashTensors',
+                request_serializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.HashTensorsRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.TensorHashes.FromString,
+                _registered_method=True)
         self.FetchTensors = channel.unary_stream(
                 '/stagemesh.rpc.v1.WeightService/FetchTensors',
                 request_serializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.FetchTensorsRequest.SerializeToString,
@@ -55,9 +60,15 @@ class WeightServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def DescribeModel(self, request, context):
-        """What a model is, without its data, and the hashes of a stage's tensors. The hashes follow as
-        they become known, since files that were never hashed are read for it. Only the coordinator
-        answers this.
+        """What a model is, without its data. Only the coordinator answers this.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HashTensors(self, request, context):
+        """The hashes of tensors of a model, or of parts of them, in the order asked for. They come as they
+        become known, since what was never hashed is read for it. Only the coordinator answers this.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +95,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.DescribeModel,
                     request_deserializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.DescribeModelRequest.FromString,
                     response_serializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.ModelPart.SerializeToString,
+            ),
+            'HashTensors': grpc.unary_stream_rpc_method_handler(
+                    servicer.HashTensors,
+                    request_deserializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.HashTensorsRequest.FromString,
+                    response_serializer=stagemesh_dot_rpc_dot_v1_dot_weights__pb2.TensorHashes.SerializeToString,
             ),
             'FetchTensors': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchTensors,
@@ -123,6 +139,33 @@ class WeightService(object):
             '/stagemesh.rpc.v1.WeightService/DescribeModel',
             stagemesh_dot_rpc_dot_v1_dot_weights__pb2.DescribeModelRequest.SerializeToString,
             stagemesh_dot_rpc_dot_v1_dot_weights__pb2.ModelPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HashTensors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stagemesh.rpc.v1.WeightService/HashTensors',
+            stagemesh_dot_rpc_dot_v1_dot_weights__pb2.HashTensorsRequest.SerializeToString,
+            stagemesh_dot_rpc_dot_v1_dot_weights__pb2.TensorHashes.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,9 +35,10 @@ class WeightServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightServiceAsyncStub: ...
     DescribeModel: _grpc.UnaryStreamMultiCallable[_weights_pb2.DescribeModelRequest, _weights_pb2.ModelPart]
-    """What a model is, without its data, and the hashes of a stage's tensors. The hashes follow as
-    they become known, since files that were never hashed are read for it. Only the coordinator
-    answers this.
+    """What a model is, without its data. Only the coordinator answers this."""
+    HashTensors: _grpc.UnaryStreamMultiCallable[_weights_pb2.HashTensorsRequest, _weights_pb2.TensorHashes]
+    """The hashes of tensors of a model, or of parts of them, in the order asked for. They come as they
+    become known, since what was never hashed is read for it. Only the coordinator answers this.
     """
     FetchTensors: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchTensorsRequest, _weights_pb2.TensorChunk]
     """The data of tensors in chunks of at most 1 MiB, in the order asked for, each from its offset."""
@@ -48,9 +49,10 @@ class WeightServiceStub:
 class WeightServiceAsyncStub(WeightServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeModel: _aio.UnaryStreamMultiCallable[_weights_pb2.DescribeModelRequest, _weights_pb2.ModelPart]  # type: ignore[assignment]
-    """What a model is, without its data, and the hashes of a stage's tensors. The hashes follow as
-    they become known, since files that were never hashed are read for it. Only the coordinator
-    answers this.
+    """What a model is, without its data. Only the coordinator answers this."""
+    HashTensors: _aio.UnaryStreamMultiCallable[_weights_pb2.HashTensorsRequest, _weights_pb2.TensorHashes]  # type: ignore[assignment]
+    """The hashes of tensors of a model, or of parts of them, in the order asked for. They come as they
+    become known, since what was never hashed is read for it. Only the coordinator answers this.
     """
     FetchTensors: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchTensorsRequest, _weights_pb2.TensorChunk]  # type: ignore[assignment]
     """The data of tensors in chunks of at most 1 MiB, in the order asked for, each from its offset."""
@@ -64,9 +66,16 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.DescribeModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.ModelPart], _abc.AsyncIterator[_weights_pb2.ModelPart]]:
-        """What a model is, without its data, and the hashes of a stage's tensors. The hashes follow as
-        they become known, since files that were never hashed are read for it. Only the coordinator
-        answers this.
+        """What a model is, without its data. Only the coordinator answers this."""
+
+    @_abc_1.abstractmethod
+    def HashTensors(
+        self,
+        request: _weights_pb2.HashTensorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weights_pb2.TensorHashes], _abc.AsyncIterator[_weights_pb2.TensorHashes]]:
+        """The hashes of tensors of a model, or of parts of them, in the order asked for. They come as they
+        become known, since what was never hashed is read for it. Only the coordinator answers this.
         """
 
     @_abc_1.abstractmethod
