@@ -10,14 +10,21 @@ each the same bytes. Where only a part is sent and kept, its blocks follow each 
       ..ccc...
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
+
+import numpy as np
 
 from stagemesh.errors import CheckpointError
 
 MAX_BLOCKS = 1000
 """Most blocks of a part: what would need more is read as a whole."""
+
+_GAP_BYTES = 16 << 10
+# Small enough for memory that the C library has at hand: fresh pages take longer than the copy.
+_SPAN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -165,3 +172,72 @@ def _merged(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         else:
             end = max(end, last)
     yield start, end
+
+
+def read_part(
+    descriptor: int, buffer: memoryview, *, part: WeightPart, offset: int, start: int
+) -> bool:
+    """Fill `buffer` with bytes of a part, from a file that has the whole tensor.
+
+    Args:
+        descriptor: the file.
+        buffer: what to fill.
+        part: which.
+        offset: of the tensor in the file.
+        start: first byte, counted from the part's begin.
+
+    Returns:
+        Whether the file has them all.
+    """
+    end, done = start + len(buffer), 0
+    for block in part.blocks:
+        first, last = max(0, start), min(end, block.num_bytes)
+        if first < last:
+            target = buffer[done : done + last - first]
+            here = offset + block.first_row * part.row_bytes + block.first_byte
+            width = block.end_byte - block.first_byte
+            if width == part.row_bytes:
+                is_there = os.preadv(descriptor, [target], here + first) == len(target)
+            else:
+                columns = _Columns(descriptor, here, width, part.row_bytes)
+                is_there = columns.read(target, first)
+            if not is_there:
+                return False
+            done += last - first
+        start, end = start - block.num_bytes, end - block.num_bytes
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The first `width` bytes of rows in a file, of which row 0 begins at `offset`."""
+
+    descriptor: int
+    offset: int
+    width: int
+    row_bytes: int
+
+    def read(self, target: memoryview, start: int) -> bool:
+        """Fill `target` from byte `start` of the columns; returns whether they are there."""
+        row, skipped = divmod(start, self.width)
+        if skipped:  # the rest of a row
+            size = min(len(target), self.width - skipped)
+            place = self.offset + row * self.row_bytes + skipped
+            if os.preadv(self.descriptor, [target[:size]], place) < size:
+                return False
+            target, row = target[size:], row + 1
+        # Rows are read with what lies between them: a call for each takes longer than some kB more.
+        is_wide = self.row_bytes - self.width > _GAP_BYTES
+        step = 1 if is_wide else max(1, _SPAN_BYTES // self.row_bytes)
+        while target:
+            # The last row may be wanted in part.
+            count = min(step, len(target) // self.width) or 1
+            width = min(self.width, len(target))
+            size = (count - 1) * self.row_bytes + width
+            span = os.pread(self.descriptor, size, self.offset + row * self.row_bytes)
+            if len(span) < size:
+                return False
+            rows = np.ndarray((count, width), np.uint8, span, strides=(self.row_bytes, 1))
+            np.frombuffer(target, np.uint8, count * width).reshape(count, width)[:] = rows
+            target, row = target[count * width :], row + count
+        return True

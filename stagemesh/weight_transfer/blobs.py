@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stagemesh.checkpoint.weight_part import WeightPart
+from stagemesh.checkpoint.weight_part import WeightPart, read_part
 from stagemesh.errors import CheckpointError
 from stagemesh.weight_transfer.content_hash import FileIdentity
 
@@ -58,14 +58,18 @@ def read_blob(blob: Blob, *, offset: int, num_bytes: int) -> bytes:
             )
         if blob.part is None:
             data = os.pread(descriptor, num_bytes, blob.offset + offset)
+            is_there = len(data) == num_bytes
         else:
-            pieces = blob.part.pieces(offset, num_bytes)
-            data = b"".join(os.pread(descriptor, n, blob.offset + start) for start, n in pieces)
+            buffer = bytearray(num_bytes)
+            is_there = read_part(
+                descriptor, memoryview(buffer), part=blob.part, offset=blob.offset, start=offset
+            )
+            data = bytes(buffer)
     finally:
         os.close(descriptor)
-    if len(data) != num_bytes:
+    if not is_there:
         raise CheckpointError(
-            f"{blob.path} is truncated: of the tensor at byte {blob.offset} {num_bytes} bytes are "
-            f"wanted, there are {len(data)}"
+            f"{blob.path} is truncated: {num_bytes} bytes are wanted from byte {offset} of what "
+            f"lies at byte {blob.offset}, and the file has {blob.path.stat().st_size} bytes"
         )
     return data

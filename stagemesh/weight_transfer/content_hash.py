@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stagemesh.checkpoint.tensor_info import TensorInfo, open_for_reading, pread_into
-from stagemesh.checkpoint.weight_part import WeightPart
+from stagemesh.checkpoint.weight_part import WeightPart, read_part
 from stagemesh.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -91,8 +91,12 @@ class HashBook:
             whole = (info.offset, info.num_bytes, "")
             key = whole if part is None else (info.offset, info.num_bytes, str(part))
             if key not in known:
-                known[key], num_bytes = _hash_part(descriptor, info, part)
-                self.hashed_bytes += num_bytes
+                known[key] = (
+                    _hash_whole(descriptor, info)
+                    if part is None
+                    else _hash_part(descriptor, info, part)
+                )
+                self.hashed_bytes += info.num_bytes if part is None else part.num_bytes
                 if FileIdentity.of(descriptor) != identity:
                     del known[key]
                     raise CheckpointError(
@@ -179,15 +183,22 @@ class HashBook:
         self._folder = None
 
 
-def _hash_part(descriptor: int, info: TensorInfo, part: WeightPart | None) -> tuple[bytes, int]:
-    """The hash of a part, and its length."""
+def _hash_whole(descriptor: int, info: TensorInfo) -> bytes:
     content_hash = new_hash()
-    size = info.num_bytes if part is None else part.num_bytes
-    pieces = [(0, size)] if part is None else part.pieces(0, size)
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, size)))
-    for first, num_bytes in pieces:
-        for start in range(first, first + num_bytes, _CHUNK_BYTES):
-            chunk = buffer[: min(_CHUNK_BYTES, first + num_bytes - start)]
-            pread_into(descriptor, chunk, start=start, info=info)
-            content_hash.update(chunk)
-    return content_hash.digest(), size
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, info.num_bytes)))
+    for start in range(0, info.num_bytes, _CHUNK_BYTES):
+        chunk = buffer[: min(_CHUNK_BYTES, info.num_bytes - start)]
+        pread_into(descriptor, chunk, start=start, info=info)
+        content_hash.update(chunk)
+    return content_hash.digest()
+
+
+def _hash_part(descriptor: int, info: TensorInfo, part: WeightPart) -> bytes:
+    content_hash = new_hash()
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, part.num_bytes)))
+    for start in range(0, part.num_bytes, _CHUNK_BYTES):
+        chunk = buffer[: min(_CHUNK_BYTES, part.num_bytes - start)]
+        if not read_part(descriptor, chunk, part=part, offset=info.offset, start=start):
+            raise CheckpointError(f"{info.file} is truncated: tensor {info.source_name} ends early")
+        content_hash.update(chunk)
+    return content_hash.digest()

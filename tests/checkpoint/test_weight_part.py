@@ -1,10 +1,18 @@
 """Parts of tensors: places and pieces against bytes cut out one by one."""
 
 import random
+from pathlib import Path
 
 import pytest
 
-from stagemesh.checkpoint.weight_part import MAX_BLOCKS, WeightBlock, WeightPart, union_of
+from stagemesh.checkpoint import weight_part
+from stagemesh.checkpoint.weight_part import (
+    MAX_BLOCKS,
+    WeightBlock,
+    WeightPart,
+    read_part,
+    union_of,
+)
 from stagemesh.errors import CheckpointError
 
 ROWS, ROW_BYTES = 12, 10
@@ -113,3 +121,31 @@ def test_a_parts_text_is_its_own() -> None:
     }
     assert len(texts) == len(parts) > 50
     assert not any(set(text) & set(" \n") for text in texts)
+
+
+@pytest.mark.parametrize("limits", [(0, 1), (3, 25), (100, 10**6)])
+def test_bytes_read_are_those_of_the_part(
+    tmp_path: Path, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_part, "_GAP_BYTES", limits[0])
+    monkeypatch.setattr(weight_part, "_SPAN_BYTES", limits[1])
+    content = bytes(range(NUM_BYTES))
+    path = tmp_path / "file"
+    path.write_bytes(b"before" + content)
+    with path.open("rb") as file:
+        for seed in range(60):
+            draw = random.Random(seed)
+            part = union_of(some_blocks(draw), row_bytes=ROW_BYTES, num_bytes=NUM_BYTES)
+            if part is None:
+                continue
+            numbers = numbers_of(part)
+            for _ in range(20):
+                start = draw.randrange(len(numbers) + 1)
+                got = bytearray(draw.randint(0, len(numbers) - start))
+                view = memoryview(got)
+                assert read_part(file.fileno(), view, part=part, offset=6, start=start)
+                assert list(got) == numbers[start : start + len(got)]
+            # Negative control: a file that ends within the part.
+            got = bytearray(part.num_bytes)
+            late = 6 + NUM_BYTES - numbers[-1]
+            assert not read_part(file.fileno(), memoryview(got), part=part, offset=late, start=0)
